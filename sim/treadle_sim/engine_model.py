@@ -1,5 +1,4 @@
-"""Kinds of simulated engine: how long a step takes, how much KV fits, and the profiles that are
-shipped.
+"""Kinds of simulated engine: how long a step takes, how much KV fits, and the shipped profiles.
 
 The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight
 line that a sidecar would declare, so that a plan is not judged by its own cost model.
@@ -58,7 +57,7 @@ class StepCurve:
         return float(np.interp(batch, sizes, times))
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Return the seconds to prefill one sequence; 0 for nothing."""
+        """Return the seconds to prefill one sequence; 0 for no new tokens."""
         if new_tokens <= 0:
             return 0.0
         computed_s = self.prefill_computed_s(new_tokens, cached_tokens)
@@ -101,8 +100,8 @@ class StepCurve:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What an engine accepts of drafts that it verifies exactly: measured, it does not depend on
-    the engine.
+    """Acceptance of drafts that an engine verifies exactly: measured, it does not depend on the
+    engine.
 
     draft_tokens: the lengths of drafts that it may choose from. accepted_tokens: for each of them
     the mean tokens that a verification yields, at least 1, by how many samples of the prompt have
@@ -113,7 +112,7 @@ class Speculation:
     accepted_tokens: tuple[tuple[float, ...], ...]
 
     def accepted(self, drafts: int, siblings: int) -> float:
-        """Return the tokens a step, 1 without drafts."""
+        """Return the tokens of a step, 1 without drafts."""
         if not drafts:
             return 1.0
         of_siblings = self.accepted_tokens[self.draft_tokens.index(drafts)]
@@ -122,7 +121,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
+    """Kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
     slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights
     do not fit. origin: of the curve. page_tokens: the radix cache finds multiples of it.

@@ -1,4 +1,4 @@
-"""Simulates one system on one workload and a budget of GPUs, on engines that it chooses."""
+"""Simulate one system on one workload and a budget of GPUs, on engines that it chooses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all systems have in common. models: the engines to choose from, one a degree, all of one
-    accelerator.
+    """Setting that all systems have in common. models: the engines to choose from, one a degree,
+    all of one accelerator.
 
     earlier: trajectories of the same prompts in an earlier epoch, from which engines are allocated
     and histories learned; if empty, engines are allocated from predictions before the first step.
@@ -42,7 +42,7 @@ class Setting:
     seed: int = 0
 
     def model(self, degree: int) -> EngineModel:
-        """Return the engine on `degree` GPUs. Raises KeyError."""
+        """Return the engine on `degree` GPUs. Raises KeyError for a degree without one."""
         return {model.gpus: model for model in self.models}[degree]
 
     def degrees(self) -> list[int]:
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A system's rollout, and the cluster that it ran on."""
+    """Rollout of a system, and the cluster that it ran on."""
 
     system: System
     cluster: Cluster
@@ -65,8 +65,8 @@ class Run:
 
 
 def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool = False) -> Run:
-    """degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree that
-    has no engine, CoreError if no engine fits."""
+    """Simulate the rollout of a system. degree: of all engines, 0 for those that the system
+    allocates. Raises KeyError for a degree that has no engine, CoreError if no engine fits."""
     cluster = (
         choose_cluster(system, setting)
         if not degree
@@ -108,8 +108,7 @@ def _mean_observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
 
 
 def choose_cluster(system: System, setting: Setting) -> Cluster:
-    """Return the engines that the resource plan gives, from what the predictor says before the
-    first step.
+    """Return the engines of the resource plan, made from the predictions before the first step.
 
     A system that plans with medians (Heddle as printed) gets the lengths of the earlier epoch if
     there is one: they are spread as this epoch's are, and medians are not.
@@ -126,9 +125,8 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
 
 
 def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths.Work]:
-    """Return what the predictor says before the first step: samples and medians. What it does not
-    predict, or all without one, is what the works of the earlier epoch have, each in the place of
-    this one's."""
+    """Return the predictions before the first step: samples and medians. Figures without a
+    prediction are those of the earlier epoch's works, each in the place of this one's."""
     works = setting.workload.trajectories
     known = setting.earlier if len(setting.earlier) == len(works) else works
     tokens = np.array([float(work.gen_tokens) for work in known])
@@ -153,7 +151,7 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
 
 
 def engine_kinds(models: Sequence[EngineModel]) -> list[EngineKind]:
-    """Return what a planner knows of engines."""
+    """Return the engines as a planner knows them."""
     return [
         EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots))
         for each in models

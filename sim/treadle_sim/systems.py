@@ -1,4 +1,4 @@
-"""The systems that are compared: each a policy of the controller, a predictor and a way to choose
+"""Systems that are compared: each is a policy of the controller, a predictor and a way to choose
 engines.
 
 Baselines are as strong as their authors make them and run under the same controller, engines and
@@ -122,14 +122,15 @@ def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) 
 
 
 class NewsTiming(PlanTiming):
-    """When to ask for a plan: where many trajectories are new, and never because of finished
+    """Timing that requests a plan when many trajectories are new, and never because of finished
     work."""
 
     def note_work(self) -> None:
         """Count nothing."""
 
     def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
-        """Return whether to ask now, with so many open trajectories. ticked: at a tick."""
+        """Return whether to request a plan now, with `open_count` open trajectories. ticked: at a
+        tick."""
         return self.is_renewed(open_count) and (ticked or not self.awaits_answer(now))
 
 
@@ -187,10 +188,11 @@ def _is_ranked(record: TrajectoryRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated:
-    engines of several degrees, planned with `cost_model`; else all of one degree. call_tokens: most
-    of one call, 0 for whole turns. paced: its queue paces, shares and gathers prefills; no queue of
-    another system does. planner: how trajectories are planned again."""
+    """A system that is compared. predictor: a name of `make_predictor`, "none", or "" for the
+    setting's choice. allocated: engines of several degrees, planned with `cost_model`; else all of
+    one degree. call_tokens: most of one call, 0 for whole turns. paced: its queue paces, shares and
+    gathers prefills; no queue of another system does. planner: how trajectories are planned
+    again."""
 
     name: str
     title: str

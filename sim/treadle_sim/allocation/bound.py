@@ -1,4 +1,4 @@
-"""A lower bound on the makespan of every resource plan, to measure a plan by: any engines, any
+"""Lower bound on the makespan of every resource plan, to measure a plan by: any engines, any
 assignment to them.
 
 `lower_bound` <= the makespan, under the cost model, of every multiset of the given kinds within the
@@ -59,8 +59,8 @@ FIRST_PART, LAST_PART, SLOT_WEIGHT = range(3)
 
 
 def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> float:
-    """Seconds; `table.engines` has one row a kind, `gpus` its GPUs. `known_s` is the makespan of
-    some plan."""
+    """Return the lower bound in seconds. `table.engines` has one row a kind, `gpus` its GPUs.
+    `known_s` is the makespan of some plan."""
     bound_s = min(costliest_alone(table), known_s)
     if not 0.0 < bound_s < known_s:
         return bound_s
@@ -94,10 +94,10 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
 
 @compiled
 def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float) -> float:
-    """Return the seconds below which no contiguous groups are done with the kinds in any order, to
+    """Return the seconds below which no contiguous groups finish with the kinds in any order, to
     SLACK.
 
-    Within `high` some are, below `low` none.
+    Within `high` some do, below `low` none.
     """
     n = len(table.lengths)
     reach = np.zeros(budget + 1, np.int64)
@@ -132,7 +132,7 @@ def share(
     kind: Floats, choice: Floats, length: float, kv_work: float, prefill: float, limit_s: float
 ) -> float:
     """Return the least part of an engine of this kind that a trajectory takes if its group is done
-    by the limit, > 0; inf where it cannot be. `choice` is (p1, p2, u)."""
+    by the limit, > 0; inf where no engine can. `choice` is (p1, p2, u)."""
     base_s, slots, capacity = kind[0], kind[3], kind[4]
     own_s = kind[1] * length + kind[2] * kv_work + kind[5] * prefill
     longest_s = base_s * length  # of the group, at least
@@ -249,7 +249,7 @@ def refute(
     """Return the largest time found, from `low` up, within which the trajectories need more GPUs
     than the budget.
 
-    Looked for from `guess` outwards: gallop, then bisect.
+    Searches from `guess` outwards: gallop, then bisect.
     """
     limit = guess
     width = PRECISION

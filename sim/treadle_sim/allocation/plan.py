@@ -1,4 +1,4 @@
-"""Plans which engines to run on a budget of GPUs: Heddle's resource manager (§6), solved exactly.
+"""Plan which engines to run on a budget of GPUs: Heddle's resource manager (§6), solved exactly.
 
 `allocate` finds the least makespan under a cost model, over every multiset of engine kinds within
 the budget and every contiguous partition of the trajectories, longest first, over them (`search`:
@@ -56,8 +56,8 @@ class NoKindFitsError(CoreError):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine that could be started: the model on `gpus` GPUs, a degree that occurs once among
-    the kinds.
+    """Kind of engine that could be started: the model on `gpus` GPUs, a degree that occurs once
+    among the kinds.
 
     slot_limit: sequences that decode at once. kv_tokens_capacity: KV tokens that fit beside the
     weights; None: unknown, taken as enough; 0: the weights do not fit.
@@ -75,7 +75,7 @@ class EngineKind:
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine of a plan: its GPUs, how many of the trajectories it runs, the seconds it
+    """One engine of a plan: its GPUs, how many trajectories it runs, and the seconds that it
     needs."""
 
     gpus: int
@@ -85,7 +85,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The engines to run, fastest first. `optimal`: proven to have the least makespan of its cost
+    """Engines to run, fastest first. `optimal`: proven to have the least makespan of its cost
     (`allocate`).
 
     lower_bound_s: no engines within the budget and no assignment take less under the cost model.
@@ -112,7 +112,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Problem:
-    """A workload and the kinds that can run it: `costs` has one row a kind, `gpus` its GPUs by
+    """Workload and the kinds that can run it: `costs` has one row a kind, `gpus` its GPUs by
     row."""
 
     costs: Costs
@@ -226,8 +226,8 @@ def prepare(
 def _fit_kinds(
     needed: float, gpus: int, kinds: Sequence[EngineKind]
 ) -> tuple[list[EngineKind], tuple[int, ...]]:
-    """Those that hold a context of so many tokens within the budget, and the degrees of the
-    others."""
+    """Return the kinds that hold a context of `needed` tokens within the budget, and the degrees of
+    the others."""
     fitting = [kind for kind in kinds if kind.gpus <= gpus and kind.holds(needed)]
     left_out = tuple(sorted(kind.gpus for kind in kinds if kind not in fitting))
     if not fitting:
@@ -246,14 +246,14 @@ def _fit_kinds(
 
 
 def _engine_of(kind: EngineKind) -> PlanEngine:
-    """As the cost models see it, to which a capacity of 0 is unknown."""
+    """Return the engine as the cost models see it, to which a capacity of 0 is unknown."""
     return PlanEngine(
         f"x{kind.gpus}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve
     )
 
 
 def reachable_sums(degrees: Sequence[int], gpus: int) -> npt.NDArray[np.bool_]:
-    """By number of GPUs, 0 to `gpus`: whether engines of these degrees add up to it."""
+    """Return by number of GPUs, 0 to `gpus`, whether engines of these degrees add up to it."""
     reachable = np.zeros(gpus + 1, np.bool_)
     reachable[0] = True
     for degree in degrees:
@@ -291,8 +291,8 @@ def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:
 
 
 def _mixtures(degrees: Indexes, gpus: int) -> list[Indexes]:
-    """Return the counts for one degree, and for two that share the budget by quarters; only those
-    that use all of it."""
+    """Return the counts of engines for one degree, and for two that share the budget by quarters;
+    only those that use all of it."""
     found = []
     rows = range(len(degrees))
     for first, second, quarters in itertools.product(rows, rows, (4, 3, 2, 1)):

@@ -1,5 +1,5 @@
-"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and what
-each runs.
+"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and which
+trajectories each runs.
 
 Over all multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of
 the trajectories, longest first, into one contiguous group an engine (fastest kind first), it finds
@@ -44,9 +44,9 @@ REFINE_EXTENSIONS = 100_000
 
 
 class Task(NamedTuple):
-    """The table and the GPUs of each kind, and what a probe leaves: reach by GPUs; took[kind, g],
-    whether reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end rank).
-    """
+    """Input and results of a probe: the table and the GPUs of each kind; reach by GPUs; took[kind,
+    g], whether reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end
+    rank)."""
 
     table: Table
     gpus: Indexes
@@ -123,7 +123,7 @@ def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[in
 def place_engines(
     task: Task, segment: Indexes, least: int, completed: int, limit_s: float, count: int
 ) -> tuple[int, float]:
-    """Append the engines of a cover to the `count` there are; returns their number and the largest
+    """Append the engines of a cover to the first `count`; return their number and the largest
     cost."""
     table, gpus, _, took, engines = task
     begin = count
@@ -175,8 +175,8 @@ def probe(
 
 @compiled
 def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[float, int, int]:
-    """Return the least largest cost of the segments on the budget, with `known_s` known to be
-    enough; lays the engines out.
+    """Find the least largest cost of the segments on the budget, where `known_s` is enough, and lay
+    the engines out.
 
     Returns the cost, the number of engines and the extensions tried.
     """
@@ -205,8 +205,8 @@ def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[
 
 @compiled
 def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[float, int]:
-    """Write how many engines of each kind to run into `counts`; returns the makespan and the GPUs
-    they take.
+    """Write how many engines of each kind to run into `counts`; return the makespan and the number
+    of their GPUs.
 
     `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one
     trajectory.

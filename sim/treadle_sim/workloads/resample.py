@@ -1,4 +1,4 @@
-"""Resamples traces into a batch of prompt groups: any number of prompts, each with the same number
+"""Resample traces into a batch of prompt groups: any number of prompts, each with the same number
 of samples.
 
 A batch depends on traces, sizes and seed alone. A censored trajectory never counts as short: it
@@ -52,10 +52,11 @@ def resample(
     max_context_tokens: int = 0,
     name: str = "traces",
 ) -> Workload:
-    """`prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled again.
+    """Return `prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled
+    again.
 
-    Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they
-    cut is censored. Raises ValueError for no traces and counts below 1.
+    Caps are of a trajectory, on its generated tokens and on its whole context; 0 is none.
+    Trajectories that they cut are censored. Raises ValueError for no traces and counts below 1.
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
@@ -98,8 +99,8 @@ class Donors:
         self._tokens = [work.gen_tokens for work in self._sorted]
 
     def draw(self, tokens: int, rng: np.random.Generator) -> TrajectoryWork | None:
-        """Return one that generated more than `tokens`, each equally likely; None if there is
-        none."""
+        """Return a trajectory that generated more than `tokens`, each equally likely; None if there
+        is none."""
         first = bisect.bisect_right(self._tokens, tokens)
         count = len(self._sorted) - first
         return self._sorted[first + int(rng.integers(count))] if count else None
@@ -108,7 +109,7 @@ class Donors:
 def continue_cut(
     work: TrajectoryWork, of_prompt: Donors, of_all: Donors, rng: np.random.Generator
 ) -> tuple[tuple[Step, ...], bool]:
-    """Return the steps of a trajectory, continued where it was cut; and whether it is still cut."""
+    """Return the steps of a trajectory, continued where it was cut, and whether it is still cut."""
     steps, censored = work.steps, work.censored
     tokens = work.gen_tokens
     while censored:
@@ -142,7 +143,8 @@ def apply_caps(
 
 
 class Spread:
-    """Makes further samples of a prompt of which there is only one, as the module says."""
+    """Maker of further samples of a prompt of which there is only one, by the rule in the module's
+    docstring."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         logs = np.log(tokens)
@@ -169,8 +171,8 @@ class Spread:
 
 
 def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
-    """Return the steps of `work` after its first `tokens` tokens; the step in which those end
-    counts with its rest."""
+    """Return the steps of `work` after its first `tokens` tokens, with the rest of the step in
+    which those end."""
     beyond: list[Step] = []
     done = 0
     for step in work.steps:
@@ -181,7 +183,7 @@ def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
 
 
 def _prompt_order(rng: np.random.Generator, available: int, wanted: int) -> list[tuple[int, int]]:
-    """`wanted` pairs of how often the prompt came before, and which prompt."""
+    """Return `wanted` pairs of how often the prompt came before, and which prompt."""
     rounds = range(-(-wanted // available))
     return [(appearance, int(at)) for appearance in rounds for at in rng.permutation(available)][
         :wanted
