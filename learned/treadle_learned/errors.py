@@ -1,4 +1,4 @@
-"""The error of the learned predictor."""
+"""Error of the learned predictor."""
 
 
 class LearnedError(ValueError):

@@ -1,4 +1,4 @@
-"""What a head is trained on: transcripts split by prompt, their moments, and moments as tensors.
+"""Examples to train a head on: transcripts split by prompt, their moments, and moments as tensors.
 
 Invariants: no prompt is in two parts; its part follows from its name and the seed alone, so that a
 prompt that was held out stays held out when transcripts are added. The test prompts are left out
@@ -38,13 +38,13 @@ _HASHES = 1 << 32  # values of crc32
 
 
 def silent(words: str) -> Track:
-    """No progress bar."""
+    """Return a track that shows no progress bar."""
     del words
     return lambda over, _: over
 
 
 class Part(StrEnum):
-    """What a prompt's trajectories are for."""
+    """Use of a prompt's trajectories."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -76,8 +76,8 @@ def split(transcripts: Sequence[Transcript], seed: int = 0) -> dict[Part, list[T
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The questions of all prompts but those of the test. moments: numbered by `transcripts`.
-    folds: `fold_of` each moment's prompt, below 0 where every member is fitted on it."""
+    """Questions of all prompts but those of the test. moments: numbered by `transcripts`. folds:
+    `fold_of` each moment's prompt, below 0 where every member is fitted on it."""
 
     transcripts: Sequence[Transcript]
     moments: Sequence[Moment]
@@ -112,12 +112,13 @@ class TrainingSet:
         return any(transcript.has_text for transcript in self.transcripts)
 
     def for_one_member(self) -> TrainingSet:
-        """The same for a head of one member, fitted without the validation prompts: a trained
-        backbone has read all others."""
+        """Return the same set for a head of one member, fitted without the validation prompts: a
+        trained backbone has read all others."""
         return replace(self, folds=[fold if fold == VALIDATION else -1 for fold in self.folds])
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return prompts, trajectories, questions, and censored questions of each part."""
+        """Return how many prompts, trajectories, questions, and censored questions each part
+        has."""
         found: dict[str, dict[str, int]] = {}
         for part, moments in ((Part.TRAIN, self.train), (Part.VALIDATION, self.validation)):
             of = [self.transcripts[index] for index in {moment.index for moment in moments}]
@@ -149,8 +150,8 @@ def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0
 
 
 def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transcript]:
-    """As many whole transcripts, in their order, as have at most `most` questions: one of each
-    prompt, then a second of each, and so on. All where `most` is 0."""
+    """Return as many whole transcripts, in their order, as have at most `most` questions: one of
+    each prompt, then a second of each, and so on. All where `most` is 0."""
     if not most:
         return list(transcripts)
     rng = np.random.default_rng(seed)
@@ -175,7 +176,7 @@ def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transc
 @dataclass(frozen=True)
 class Examples:
     """n questions as tensors. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n];
-    targets [n, 2]: ln(1 + remaining tokens), ln(1 + remaining turns), at least that where censored,
+    targets [n, 2]: ln(1 + remaining tokens), ln(1 + remaining turns); at least that where censored,
     bool [n]; prompts [n]: a number for each prompt."""
 
     hidden: Tensor
@@ -194,7 +195,7 @@ class Examples:
 
 
 def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]) -> Examples:
-    """Return the moments with the hidden state of each, and whether it has text."""
+    """Return moments as examples, with the hidden state of each and whether it has text."""
     answers = [[moment.remaining_tokens, moment.remaining_turns] for moment in moments]
     return Examples(
         hidden,
@@ -207,12 +208,12 @@ def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]
 
 
 def without_text(moments: Sequence[Moment], hidden_size: int) -> Examples:
-    """Return the moments as a head takes them that does not read."""
+    """Return moments as examples for a head that does not read."""
     return examples(moments, torch.zeros(len(moments), hidden_size), [False] * len(moments))
 
 
 class States:
-    """The backbone's hidden states at the moments of some transcripts, each computed once."""
+    """Hidden states of the backbone at the moments of some transcripts, each computed once."""
 
     def __init__(
         self, backbone: Backbone, transcripts: Sequence[Transcript], bounds: Bounds
@@ -226,7 +227,7 @@ class States:
         ] = {}  # samples with no text but the prompt are alike
 
     def examples(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> Examples:
-        """Return the moments with their states; zeros where a transcript has no text."""
+        """Return moments as examples with their states; zeros where a transcript has no text."""
         last: dict[int, int] = {}
         for moment in moments:
             if self._transcripts[moment.index].has_text:

@@ -1,11 +1,11 @@
-"""The head: from the backbone's hidden states and the numeric features to quantiles of what is
+"""Head that maps the backbone's hidden states and the numeric features to quantiles of what is
 left.
 
 It gives p10, p50 and p90 of ln(1 + remaining tokens) and of ln(1 + remaining turns). The medians
-are corrections of what the estimators without a model say (a feature), so that a head that has
-learned nothing repeats them. A head may have several members, small networks of which each was
-fitted without another fold of the prompts, and gives their mean: it averages out what a member has
-learned from chance, and a prompt is scored by a member that has not seen it.
+are corrections of the answers of the estimators without a model (a feature), so that a head that
+has learned nothing repeats them. A head may have several members, small networks of which each was
+fitted without another fold of the prompts, and gives their mean: that averages out what a member
+has learned from chance, and a prompt is scored by a member that has not seen it.
 
 How far the head is ahead of those estimators differs by step: its quantiles of tokens are mixed
 with theirs, with the weight that has the least loss on prompts that a member was not fitted on, one
@@ -18,8 +18,8 @@ member errs by more than the mean of all, which makes up for it (over 20 draws o
 .10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
 
 Invariants: quantiles never fall with the probability and are never below 0; without text the hidden
-state counts for nothing; what a member was fitted on does not calibrate it, and neither does what
-is censored.
+state counts for nothing; examples that a member was fitted on do not calibrate it, and neither do
+censored ones.
 """
 
 import math
@@ -57,9 +57,9 @@ INITIAL_SPREAD = 0.54
 
 
 class QuantileHead(nn.Module):
-    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In each of
-    BANDS, `weight`: of its own quantiles of tokens beside those without a model; `shift`: what
-    calibration adds."""
+    """Network from [n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In
+    each of BANDS, `weight`: of its own quantiles of tokens beside those without a model; `shift`:
+    the correction by calibration."""
 
     def __init__(
         self, hidden_size: int, members: int = 1, width: int = WIDTH, dropout: float = DROPOUT
@@ -81,12 +81,12 @@ class QuantileHead(nn.Module):
         self.register_buffer("shift", torch.zeros(len(BANDS), len(TARGETS), len(QUANTILES)))
 
     def scale_to(self, features: Tensor) -> None:
-        """Set the mean and deviation of each feature from these, [n, len(FEATURES)]."""
+        """Set the mean and deviation of each feature from these features, [n, len(FEATURES)]."""
         cast("Tensor", self.mean).copy_(features.mean(dim=0))
         cast("Tensor", self.deviation).copy_(features.std(dim=0, correction=0).clamp_min(1e-3))
 
     def forward(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """Mixed and calibrated quantiles of the members' mean. has_text: bool [n]."""
+        """Return the mixed and calibrated quantiles of the members' mean. has_text: bool [n]."""
         return self.finish(self.each(hidden, features, has_text).mean(dim=0), features)
 
     def finish(self, quantiles: Tensor, features: Tensor) -> Tensor:
@@ -116,8 +116,8 @@ class QuantileHead(nn.Module):
 
 
 class _Linear(nn.Module):
-    """[members, n, inputs] to [members, n, outputs], each member by its own weights, initialised as
-    `nn.Linear`'s."""
+    """Linear layer from [members, n, inputs] to [members, n, outputs], each member by its own
+    weights, initialised as `nn.Linear`'s."""
 
     def __init__(self, members: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -130,21 +130,21 @@ class _Linear(nn.Module):
 
 
 def band_of(features: Tensor) -> Tensor:
-    """Return the index in BANDS of each question, [n], by the steps that were seen."""
+    """Return the index in BANDS of each question, [n], by the number of finished steps."""
     edges = torch.log1p(torch.tensor(BANDS[1:], dtype=features.dtype, device=features.device) - 0.5)
     return torch.bucketize(features[:, TURN].contiguous(), edges)
 
 
 def mix(quantiles: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Return the quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is
-    said without a model."""
+    """Return the quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside the
+    estimate without a model."""
     tokens = torch.lerp(features[:, SAID], quantiles[:, 0], weight[:, None])
     return torch.stack([tokens, *quantiles.unbind(dim=1)[1:]], dim=1)
 
 
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
     """Return the pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
-    quantiles] for targets [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least
+    quantiles] for targets [n, targets], all in ln(1 + x). A `censored` value, bool [n], is at least
     its target: it costs only where less was predicted."""
     short = targets[..., None] - quantiles
     levels = torch.tensor(QUANTILES, dtype=quantiles.dtype, device=quantiles.device)
@@ -223,7 +223,8 @@ def loss_of(head: QuantileHead, examples: Examples) -> float:
 
 
 def loss_held_out(head: QuantileHead, examples: Examples, folds: Tensor) -> float:
-    """The same before calibration, of each example by the member that was not fitted on it."""
+    """Return the loss of `loss_of` before calibration, of each example by the member that was not
+    fitted on it."""
     held_out, quantiles = predict_held_out(head, examples, folds)
     return float(pinball(quantiles, held_out.targets, held_out.censored).mean())
 

@@ -180,7 +180,8 @@ class SimEngine:
             self._decide()
 
     def _set_paused(self, paused: bool) -> None:
-        """Note whether all steps wait from now on for the end of a pause."""
+        """Book the waiting time of all steps, and set whether an update makes them wait from now
+        on."""
         for step in self._steps.values():
             step.book("queue", self._timeline.now)
             step.paused = paused
