@@ -3,9 +3,8 @@
 - `Save…`, `Remove…` and `Forget…` are stored before the request that caused them is answered.
 - `IssueTicket` and `KeepWaiting` answer StepRequested.
 - All others are done in the background as far as possible: a failure is logged, and becomes an
-  event at most
-  (PlanArrived without engines, MoveEnded). A driver without the service that an action needs drops
-  it the same way.
+  event at most (PlanArrived without engines, MoveEnded). A driver without the service that an
+  action needs drops it the same way.
 - A `Note` is for the controller's own books (`bookkeeping`). No driver gets one.
 """
 

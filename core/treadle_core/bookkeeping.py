@@ -1,20 +1,16 @@
-"""Bookkeeping: what was decided about each trajectory, what its requests wait for, and what the
-planner has to count.
+"""Bookkeeping: decisions about each trajectory, waits of its requests, and counts for the planner.
 
 Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an
 event and keeps all accounts from them; no handler writes into an account. Nothing of it is stored:
 after a restart a history begins with the next event, and a wait with the next request.
 
-- Histories are for people who ask why a trajectory took so long, and for a replay of its rollout
-  under other policies
-  (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and MOST_STEPS of a
-  trajectory, of the
-  MOST_HISTORIES that were opened last.
+- Histories show people why a trajectory took so long, and for a replay of its rollout under other
+  policies (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and
+  MOST_STEPS of a trajectory, of the MOST_HISTORIES that were opened last.
 - A wait begins with the first request, also with one that is refused as no engine can run the step,
-  and ends with the
-  ticket or the closing: repeats of a request go on with it. What it waits for may change; each
-  second counts for one
-  cause. What the client waited before a restart is in the client's own measure.
+  and ends with the ticket or the closing: repeats of a request go on with it. What it waits for may
+  change; each second counts for one cause. What the client waited before a restart is in the
+  client's own measure.
 - The planner counts openings, steps, predictions and closings, so that it knows when a plan is due.
 """
 

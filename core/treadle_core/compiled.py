@@ -181,8 +181,7 @@ def import_numba() -> Any:
         numba = importlib.import_module("numba")
     except ImportError:  # the `placement` extra is not installed
         return None
-    # For the processor that the ahead-of-time compiler takes, so that a cache serves every process
-    # that asks.
+    # For the processor of the ahead-of-time compiler, so that a cache serves every process.
     if numba.config.CPU_NAME is None:
         numba.config.CPU_NAME = TARGET_CPU
         numba.config.CPU_FEATURES = ""

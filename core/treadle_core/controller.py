@@ -1,4 +1,4 @@
-"""The control plane's state machine: `Controller.on_event(event, now)` returns the driver's
+"""State machine of the control plane: `Controller.on_event(event, now)` returns the driver's
 actions.
 
 It owns no task, client, clock or random numbers: the time comes with each event, ids come with the

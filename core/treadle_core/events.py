@@ -108,7 +108,7 @@ class GroupSettled(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested(Event):
-    """The migrator requests to make `target_engine_id` the owner, if the revision is still the
+    """The migrator requests that `target_engine_id` becomes the owner, if the revision is still the
     expected one."""
 
     request_id: str

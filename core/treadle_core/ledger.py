@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Cause(enum.Enum):
-    """What a requested step without a ticket waits for. HELD: room, a slot or an engine. MOVE: its
-    trajectory's KV. WEIGHTS: an engine that loads. The value is the field of TrajectoryRecord that
-    counts it."""
+    """Cause for which a requested step without a ticket waits. HELD: room, a slot or an engine.
+    MOVE: its trajectory's KV. WEIGHTS: an engine that loads. The value is the field of
+    TrajectoryRecord that counts it."""
 
     HELD = "held_s"
     MOVE = "move_s"
@@ -47,8 +47,8 @@ NO_TIMES = StepTimes()
 
 
 class ClientTimes(NamedTuple):
-    """What a client has measured of a trajectory by its own clock, from the opening until its last
-    report.
+    """Times of a trajectory that its client has measured by its own clock, from the opening until
+    its last report.
 
     tool_s: between steps, while a tool ran. control_s: its calls without the services' time for
     them, and its own work between steps. lost: times of steps that it had to replace, as it saw
@@ -64,8 +64,8 @@ class ClientTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR
-    0040).
+    """Seconds of a trajectory by where they went, from its opening on; each second is in one part
+    (ADR 0040).
 
     held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s,
     decode_s, preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s,

@@ -34,7 +34,7 @@ class TrajectoryState(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How a trajectory ended. TRUNCATED: a cap cut it, and it would have been longer."""
+    """Way in which a trajectory ended. TRUNCATED: a cap cut it, and it would have been longer."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -43,7 +43,7 @@ class Outcome(enum.Enum):
 
 
 class Ordering(enum.Enum):
-    """Which step runs first on an engine (`ranking.priorities`)."""
+    """Rule for which step runs first on an engine (`ranking.priorities`)."""
 
     PROGRESSIVE = "progressive"
     FCFS = "fcfs"
@@ -53,7 +53,7 @@ class Ordering(enum.Enum):
 
 
 class Objective(enum.Enum):
-    """What the progressive ordering minimises."""
+    """Quantity that the progressive ordering minimises."""
 
     MAKESPAN = "makespan"
     MEAN = "mean"
@@ -61,7 +61,7 @@ class Objective(enum.Enum):
 
 
 class PlacementRule(enum.Enum):
-    """Which engine runs a trajectory (`tables.engines`)."""
+    """Rule for which engine runs a trajectory (`tables.engines`)."""
 
     PLANNED = "planned"
     PINNED = "pinned"
@@ -71,8 +71,8 @@ class PlacementRule(enum.Enum):
 
 
 class CostModel(enum.IntEnum):
-    """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else
-    `placing.costs`."""
+    """Model of the time that an engine takes for a group of trajectories: `placing.paths` for
+    CRITICAL_PATH, else `placing.costs`."""
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2
@@ -80,15 +80,16 @@ class CostModel(enum.IntEnum):
 
 
 class KvTransfer(enum.Enum):
-    """How the KV of a prefix gets to another engine: it is computed again, or read from shared
-    storage."""
+    """Way in which the KV of a prefix gets to another engine: it is computed again, or read from
+    shared storage."""
 
     PREFILL = "prefill"
     STORAGE = "storage"
 
 
 class TicketStatus(enum.Enum):
-    """LIVE: its step may run or runs. LOST: its engine went away. DONE: its step ended."""
+    """Status of a ticket. LIVE: its step may run or runs. LOST: its engine went away. DONE: its
+    step ended."""
 
     LIVE = "live"
     LOST = "lost"
@@ -97,8 +98,8 @@ class TicketStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How trajectories are ranked and placed. A trajectory keeps the policy under which it was
-    opened.
+    """Rules by which trajectories are ranked and placed. A trajectory keeps the policy under which
+    it was opened.
 
     reserve: engines reserve the KV that their started trajectories are expected to need.
     """
@@ -268,8 +269,8 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobUse:
-    """What the clients of one job name use of the mesh now. share: the part of slots and KV that
-    they are due; 0 where they use none and no first step of theirs waits. kv_tokens: reserved.
+    """Use of the mesh by the clients of one job name now. share: the part of slots and KV that they
+    are due; 0 where they use none and no first step of theirs waits. kv_tokens: reserved.
     waiting_steps: first steps without a ticket."""
 
     job: str

@@ -133,7 +133,7 @@ class NoEngineWithTags(NoEngine):
 
 
 class CoreError(ValueError):
-    """The input at path `field` cannot be used; `description` says what would be right."""
+    """The input at path `field` cannot be used; `description` states what would be right."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")

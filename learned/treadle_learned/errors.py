@@ -2,5 +2,5 @@
 
 
 class LearnedError(ValueError):
-    """A file, backbone, checkpoint or training that cannot be used; the message says what is wrong
-    and what to do."""
+    """A file, backbone, checkpoint or training that cannot be used; the message states what is
+    wrong and what to do."""

@@ -50,7 +50,7 @@ BANDS = (
 )  # steps from which on calibration differs: errors shrink with what is known, and grow late
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the head that are tried
-ROWS = 4_096  # that are asked about at once: each member has a copy of the states
+ROWS = 4_096  # questions at once: each member has a copy of the states
 # ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this
 # is about 1.
 INITIAL_SPREAD = 0.54

@@ -44,7 +44,7 @@ OVERRUN = (
     0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
 )
 Z_90 = 1.2816  # standard deviations from the median to p90 of a normal distribution
-WIDEST = 1.0  # the spread of ln tokens where too little came before to tell
+WIDEST = 1.0  # the spread of ln tokens where too little came before to measure it
 
 
 @dataclass(frozen=True)

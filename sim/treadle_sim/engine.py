@@ -71,7 +71,7 @@ class SimEngine:
         self._epoch = 0  # calls on the timeline from an earlier one do nothing
         self._paused_until = 0.0
         self._prefill_began_s = 0.0
-        self._wakes_s = 0.0  # when the queue is asked next without a report
+        self._wakes_s = 0.0  # when the queue decides next without a report
 
     def submit(
         self,

@@ -174,7 +174,7 @@ def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
     new = np.array([point.new_tokens for point in points])
     cached = np.array([point.cached_tokens for point in points])
     seconds = np.array([point.seconds for point in points])
-    # Without a cached token the last two cannot be told apart, and pairs of new tokens are what all
+    # Without a cached token the last two cannot be separated, and pairs of new tokens are what all
     # attention computes.
     square = np.where((cached > 0).any(), (cached + new) ** 2, 0.0)
     matrix = (

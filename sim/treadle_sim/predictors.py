@@ -1,5 +1,5 @@
 """Predictors for simulated rollouts, from one that knows the truth to one that knows nothing; and
-how good they are.
+measures of how good they are.
 
 Answers are quantiles in order, never negative, and never beyond what the workload's cap leaves.
 Every predictor but `Siblings` gives the same answer to the same question, whatever the earlier
@@ -55,8 +55,8 @@ FEWEST = 8  # trajectories from which `Noisy` learns what is usual at a turn
 # A trajectory that is longer than its prompt's mean is assumed to go on for this share of what it
 # has done; without it every straggler would rank last.
 OVERRUN = 0.25
-# Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65²
-# is 0.38²).
+# Of ln tokens, around a prompt's mean, where its own earlier samples do not show it (a third of
+# 0.65² is 0.38²).
 SPREAD_SIGMA = 0.4
 
 BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence

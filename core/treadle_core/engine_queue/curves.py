@@ -11,7 +11,7 @@ where sequences and KV are sums over the window's decode steps. A pass of prefil
 as it reads all weights too. `MeasuredCurve` fits the five coefficients to windows of all kinds: an
 equation for each window, by least squares of the relative error without negative coefficients.
 Windows in which something else took time, e.g. the host, come out far off and hardly count; so do
-old windows, except where nothing newer tells the coefficients apart.
+old windows, except where nothing newer separates the coefficients.
 """
 
 from collections import OrderedDict, deque
@@ -34,7 +34,7 @@ DRIFT = 0.2  # a change that is worth a new plan: predictions of lengths are 20%
 CLEARLY = 0.8
 ROUNDS = 6  # of fitting and weighting by the error; the weights settle in about five
 OUTLIER = 2.0  # a window that is this many median errors off counts half
-LEAST_ERROR = 0.01  # a fit better than this is exact, and its errors tell nothing
+LEAST_ERROR = 0.01  # a fit better than this is exact, and its errors mean nothing
 # Prefill so fast that steps do not show it is declared as this fast. No engine of one accelerator
 # reaches it.
 LEAST_PREFILL_TOKEN_S = 1e-6
@@ -46,7 +46,7 @@ SLACK = 1e-10
 
 
 class Window(NamedTuple):
-    """What an engine did in some of its steps, and for how many seconds; fields as in the module's
+    """Work of an engine in some of its steps, and its seconds; fields as in the module's
     docstring."""
 
     steps: float

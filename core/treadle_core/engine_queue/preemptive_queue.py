@@ -70,7 +70,7 @@ MOST_PASSED = 32  # waiting steps that others may pass in one decision, which bo
 
 
 class QueueFull(Exception):  # noqa: N818 - a condition, not a fault
-    """As many steps wait as may, so that the step was not taken."""
+    """The queue is full: as many steps wait as may, so that the step was not taken."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(f"{capacity} steps wait already")

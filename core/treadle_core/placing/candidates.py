@@ -1,19 +1,14 @@
-"""The placements that are tried, and the best of them by their mean makespan over samples
-(`paths`).
+"""Try several placements, and choose the best by the mean makespan over samples (`paths`).
 
 Tried are, in this order, each against the best before it:
 - the present one, where trajectories that are nowhere yet go to the engine that then ends first,
   longest first;
 - those that have not started dealt again so, prompt by prompt, which prefills each prompt once, and
-  one by one: what a
-  sticky, least loaded rule would do, with predicted work for load;
+  one by one: what a sticky, least loaded rule would do, with predicted work for load;
 - the partition of all trajectories, longest path first, into one contiguous group for each engine,
-  fastest engine first
-  (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide;
-  whole, for those that
-  have not started, and for its first engines alone: these get their few long trajectories, and the
-  rest is dealt over
-  the others;
+  fastest engine first (Heddle §5.2 with tools in it), for several shares of the longest path that
+  each group may hide; whole, for those that have not started, and for its first engines alone:
+  these get their few long trajectories, and the rest is dealt over the others;
 - the best of these, improved step by step (`refining`).
 What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts
 count in the

@@ -1,4 +1,4 @@
-"""What it costs an engine to run a group of trajectories: the cost models that placement minimises.
+"""Costs of a group of trajectories on an engine: the cost models that placement minimises.
 
 Engines and trajectories become arrays, sorted and summed once (`tabulate`), so that the cost of any
 contiguous group of the sorted order is O(1) (`group_cost`). The solver is exact because, for one

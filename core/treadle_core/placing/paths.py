@@ -1,5 +1,5 @@
-"""When engines end a placement of trajectories whose tools take time: the larger of their work and
-of a path.
+"""Compute when engines end a placement of trajectories whose tools take time: the larger of their
+work and of a path.
 
 An engine decodes a step of a batch in a + b * batch + k * KV tokens, and prefills a token in p + h
 * (tokens before it). A trajectory with d tokens left to sample and o tokens of tools' answers to
@@ -53,8 +53,8 @@ ROWS = 4_099  # a prime: rows that come again do so out of step with anything in
 # move before they end. On public traces 0.6 ended rollouts up to 10% sooner than 1, 0 up to 8%
 # later where tools bind; 0.3 was in between.
 RECOURSE = 0.6
-# Deviation that is sampled also where lengths are told, since the cost model errs itself: without
-# it a plan of told lengths followed each second that the model got wrong, and on 64 GPUs ended
+# Deviation that is sampled also where lengths are known, since the cost model errs itself: without
+# it a plan of known lengths followed each second that the model got wrong, and on 64 GPUs ended
 # rollouts 10% later than guessing.
 LEAST_SIGMA = 0.1
 # Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8

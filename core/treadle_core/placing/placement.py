@@ -1,5 +1,4 @@
-"""Where each trajectory runs: from what is left of each and the present engines to the engine of
-each trajectory.
+"""Choose the engine of each trajectory, from what is left of each and the present engines.
 
 Under CRITICAL_PATH the placement is the best of several that are tried (`candidates`), by its mean
 makespan over samples of what is left. Under the two others it is Heddle's presorted placement

@@ -1,4 +1,4 @@
-"""A placement question, and the checks of every figure that placement reads.
+"""Question to the placement, and the checks of every figure that placement reads.
 
 Trajectories come as columns, which are all of one length and never written. A NaN, a negative
 figure or an engine that can hold nothing is refused here, so that no kernel meets it; an error's

@@ -145,7 +145,7 @@ def fetch(
         payload[index, 0] = lengths[index]
         payload[index, 1] = (
             -contexts[index] if placed[index] else contexts[index]
-        )  # the sign says: no prefill
+        )  # a negative sign: no prefill
     for rank in range(
         len(order)
     ):  # nothing but trips to memory, so that many are under way at once

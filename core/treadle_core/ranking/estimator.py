@@ -56,7 +56,7 @@ USE_WEIGHT_TURNS = 8.0
 
 # The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a
 # few observations bend it. Trajectories that have ended also move its median and its spread, as
-# those of PRIOR_WEIGHT observations: it is what is said of a trajectory that is longer than all
+# those of PRIOR_WEIGHT observations: it is the estimate of a trajectory that is longer than all
 # that were seen, whatever a workload's scale.
 PRIOR_WEIGHT = 4.0
 PRIOR_MEDIAN_TOKENS = 1_000.0

@@ -11,23 +11,18 @@ with a new prediction. Aging needs no messages: all waiting steps age at the sam
 in a priority count from `epoch_s`, the controller's first start, which keeps the numbers short.
 
 - PROGRESSIVE (Heddle 4.2): predicted remaining time, of tokens and tool calls together as either
-  can be the bound, on a
-  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike. For the
-  makespan it is not
-  the median: the last trajectory is one that might have been long, so what is not known is begun
-  early (LATE_Z).
+  can be the bound, on a log2 scale, so that hysteresis and aging are ratios and suit small and
+  large models alike. For the makespan it is not the median: the last trajectory is one that might
+  have been long, so what is not known is begun early (LATE_Z).
 - ROUND_ROBIN: steps in the order of requests, as the engines of verl and slime do with a returning
   step.
 - FCFS: trajectories in the order of opening; a returning step keeps its trajectory's place.
 - LEAST_ATTAINED (Autellix's program-level attained service, PLAS): the trajectory that has been
-  served least starts
-  first. Autellix counts seconds of service in a few queue levels, demotes a call while it runs and
-  raises it by its
-  ratio of waiting to service; here sampled tokens on a log2 scale stand for the levels, and all
-  steps age alike.
+  served least starts first. Autellix counts seconds of service in a few queue levels, demotes a
+  call while it runs and raises it by its ratio of waiting to service; here sampled tokens on a log2
+  scale stand for the levels, and all steps age alike.
 - SHORTEST_FIRST: least predicted remaining tokens first (SRPT), which Heddle's text compares itself
-  with under
-  Autellix's name; it needs a predictor, which Autellix does not have.
+  with under Autellix's name; it needs a predictor, which Autellix does not have.
 """
 
 import math

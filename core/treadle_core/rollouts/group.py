@@ -32,7 +32,7 @@ class Sample:
     sample: int  # 0..its group's `started` - 1
     failed: bool = False
     oldest_version: int | None = (
-        None  # weight version of its oldest sampled token; None where no bound asks for it
+        None  # weight version of its oldest sampled token; None where no bound needs it
     )
     payload_bytes: int = 0
     length_tokens: int = 0  # sampled
@@ -41,7 +41,7 @@ class Sample:
     left_out: bool = False  # cut by the length cap, and not to be trained for that
     version_tokens: tuple[
         tuple[int, int], ...
-    ] = ()  # sampled tokens by weight version, where a bound asks for them
+    ] = ()  # sampled tokens by weight version, where a bound needs them
 
 
 @dataclass(frozen=True, slots=True)

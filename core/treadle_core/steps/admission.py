@@ -81,7 +81,7 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     trajectory_id = event.trajectory_id
     record = state.table.require(trajectory_id)
     state.siting.require_fitting(record, event.context_tokens)
-    record = copy_with(record, touched_s=now)  # a client that asks again and again has not left
+    record = copy_with(record, touched_s=now)  # a client that repeats its request has not left
     state.table.put(record)
     state.table.watch(trajectory_id)
     actions: list[Action] = [KeepWaiting(trajectory_id)]

@@ -292,7 +292,7 @@ def _add_ticket(
         requested_s=now if kind is StepKind.NEXT else record.requested_s,
         tool_s=tool_s,
         tools_s=record.tools_s + (event.tool_s if kind is StepKind.NEXT else 0.0),
-        move=move,  # the report of its end, which is still due, says how long it took
+        move=move,  # the report of its end, which is still due, has its duration
         touched_s=now,
         client_times=event.client_times or record.client_times,
     )

@@ -15,16 +15,12 @@ it.
 - LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever
   the prefix is.
 - CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its
-  own or, before the
-  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one.
-  Skewed is what the
-  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least
-  loaded AND over
-  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a
-  weaker baseline.)
-- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as
-  moving is free until
-  then, and stays afterwards: later moves are migrations (`steps.moves`).
+  own or, before the first step, a sibling's of the same prompt; while the loads are skewed, the
+  least loaded one. Skewed is what the router calls imbalanced: the most loaded engine has over
+  `skew_steps` steps more than the least loaded AND over `skew_ratio` times as many. (Heddle prints
+  the 32 as a ratio, which would hardly ever be met: a weaker baseline.)
+- PLANNED: opens where least predicted work is, goes where the plan places it until its first step,
+  as moving is free until then, and stays afterwards: later moves are migrations (`steps.moves`).
 """
 
 import math
@@ -273,7 +269,7 @@ class Siting:
         )  # the last choice was made: a pattern and its values
         self._missing_since_s: dict[
             tuple[str, ...], float
-        ] = {}  # tags that were asked for and no engine carries
+        ] = {}  # required tags that no engine carries
 
     def restore(self) -> None:
         """Continue from the stored trajectories of an earlier run."""

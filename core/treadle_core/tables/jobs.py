@@ -53,7 +53,7 @@ class JobTable:
         self._expires_s: dict[str, float] = {}  # of the jobs that are held
         self._weights: dict[
             str, float
-        ] = {}  # of the names that were asked for since a job has changed
+        ] = {}  # of the names that were looked up since a job has changed
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._jobs.get(job_id)

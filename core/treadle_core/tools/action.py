@@ -154,7 +154,7 @@ class InvalidActionError(CoreError):
 
 
 def check_action(action: Action, capacities: Mapping[str, int]) -> None:
-    """Raise InvalidActionError for the first bad field; the message says what would be right.
+    """Raise InvalidActionError for the first bad field; the message states what would be right.
 
     capacities: by dimension, the most that one action can get of it.
     """

@@ -21,12 +21,13 @@ class InvalidHoldingError(CoreError):
 
 
 class End(enum.Enum):
-    """How an action ended for its provider: a tool that fails by itself has been served."""
+    """Way in which an action ended for its provider: a tool that fails by itself has been
+    served."""
 
     SERVED = "served"
     FAILED = "failed"
     REFUSED = "refused"  # too many requests
-    ABANDONED = "abandoned"  # its caller is gone: says nothing of the provider
+    ABANDONED = "abandoned"  # its caller is gone: no sign of the provider's state
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,12 @@ seconds until done, from now, over the candidates and the actions that wait behi
 paper, where scalable actions run:
 
 - As many more are expected to arrive while one runs as run now (Little's law), so a unit that is
-  held for a second
-  longer costs each of them its part of all the units. Without it an action that arrives at an empty
-  queue takes all
-  that it can use, and those that arrive next start with what little is left and keep it until they
-  end.
+  held for a second longer costs each of them its part of all the units. Without it an action that
+  arrives at an empty queue takes all that it can use, and those that arrive next start with what
+  little is left and keep it until they end.
 - Where running actions free enough units soon, the first scalable candidate waits for them. No
-  scalable action passes
-  it, and running actions end, so it does not starve; others start meanwhile, as their units come
-  back soon.
+  scalable action passes it, and running actions end, so it does not starve; others start meanwhile,
+  as their units come back soon.
 """
 
 from collections.abc import Callable

@@ -6,27 +6,19 @@ budget with every
 assignment, contiguous or not, to rounding. It is the larger of two:
 - the costliest trajectory alone on the kind that is best for it (the core's `costliest_alone`);
 - GROUP_SIZE: the optimum itself. Sort the groups of any plan by their longest; give the same sizes
-  in that order to
-  contiguous groups, and no group's longest grows, since what the later groups held was no longer
-  than their longest. So
-  only contiguous groups matter, the kinds in any order, and with the order free the furthest rank
-  covered on g GPUs is
-  one number: reach(g) = max over kinds of far(kind, reach(g - gpus)) (`search` says why it is
-  exact).
+  in that order to contiguous groups, and no group's longest grows, since what the later groups held
+  was no longer than their longest. So only contiguous groups matter, the kinds in any order, and
+  with the order free the furthest rank covered on g GPUs is one number: reach(g) = max over kinds
+  of far(kind, reach(g - gpus)) (`search` explains why it is exact).
 - LINEAR_INTEGRAL: GPUs for the work. Take a group on a kind (a, b, k, r; slots c, KV C) that is
-  done by T. Write w for
-  a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every 0 <= u, x <= 1 the
-  members'
-  w + (1 - x) a v add up to at most T - x a L_max, so each takes at least its part of that of the
-  engine. x may be
-  chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T / a to there, else 0. A member does not know
-  its group's longest,
-  only that it is no shorter than itself: its share is the least over the cases that this leaves.
-  Where each
-  trajectory's share of its best kind, times that kind's GPUs, adds up to more than the budget, T is
-  refuted, whatever
-  p1 <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted
-  with all of them.
+  done by T. Write w for a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every
+  0 <= u, x <= 1 the members' w + (1 - x) a v add up to at most T - x a L_max, so each takes at
+  least its part of that of the engine. x may be chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T
+  / a to there, else 0. A member does not know its group's longest, only that it is no shorter than
+  itself: its share is the least over the cases that this leaves. Where each trajectory's share of
+  its best kind, times that kind's GPUs, adds up to more than the budget, T is refuted, whatever p1
+  <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted with
+  all of them.
 """
 
 import numpy as np

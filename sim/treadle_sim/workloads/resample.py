@@ -5,24 +5,19 @@ A batch depends on traces, sizes and seed alone. A censored trajectory never cou
 goes on where it was cut, as a longer one did. No trajectory exceeds the caps.
 
 - Prompts are drawn without replacement, and again from the start where the traces hold too few; a
-  prompt's second
-  appearance is a prompt of its own.
+  prompt's second appearance is a prompt of its own.
 - A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn
   with replacement.
 - A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length.
-  ln of a sample's is
-  m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and sigma those of all
-  traces, continued
-  where cut: the spread over all stays as it is, and w of its variance is among samples of a prompt.
-  Steps grow with
-  tokens by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
+  ln of a sample's is m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and
+  sigma those of all traces, continued where cut: the spread over all stays as it is, and w of its
+  variance is among samples of a prompt. Steps grow with tokens by STEPS_ELASTICITY; further steps
+  are drawn with replacement from the trajectory's own.
 - A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt
-  that are longer than
-  c, else among all that are; if that one is censored too, the drawing repeats beyond its own end.
-  This is Kaplan and
-  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no
-  trajectory is
-  longer, it stays as it is, and stays censored.
+  that are longer than c, else among all that are; if that one is censored too, the drawing repeats
+  beyond its own end. This is Kaplan and Meier's estimate: the mass of a cut observation goes to
+  what lies to its right (Efron 1967). If no trajectory is longer, it stays as it is, and stays
+  censored.
 """
 
 import bisect
