@@ -450,8 +450,8 @@ def savings_s(
 def end_s(
     engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int
 ) -> float:
-    """Return when an engine ends its prompts and its members without one of them, or with one
-    besides; -1 for none."""
+    """Return when an engine ends its prompts and its members `without` one of them, or with one
+    `besides`; -1 for none."""
     tokens = kv_tokens = ends_s = 0.0
     all_work_s = prompts_s
     for number in range(len(members) + 1):

@@ -76,8 +76,8 @@ class Histogram:
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """Return the largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0
-    where they are alike, 1 where they are apart."""
+    """Return the largest difference of two histograms' shares at or below a value (Kolmogorov and
+    Smirnov): 0 where they are alike, 1 where they are apart."""
     return float(np.abs(one.shares() - other.shares()).max()) if one.total and other.total else 0.0
 
 

@@ -291,8 +291,8 @@ class Shares:
             part.kv_tokens += record.ticket.kv_reserve_tokens
 
     def may_pass(self, job: str, blocked: str) -> bool:
-        """Return whether a job may start within its share although the next step of another one
-        does not fit."""
+        """Return whether a job may start within its share although the next step of the job
+        `blocked` does not fit."""
         lag_s = sum(part.weight for part in self._parts.values()) * (
             self._served.tag(job) - self._served.tag(blocked)
         )

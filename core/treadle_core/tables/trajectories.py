@@ -79,7 +79,7 @@ class Tally:
                 insort(self.live, new)
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
-        """Return whether the engine can reserve so much KV for a trajectory that is elsewhere or
+        """Return whether the engine can reserve `kv_tokens` for a trajectory that is elsewhere or
         has not started; it always can for its first one."""
         capacity = spec.kv_room_tokens
         if record.prompt_id in self.prompts:

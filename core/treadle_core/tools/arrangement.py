@@ -228,7 +228,7 @@ def free_chunks(node_id: str, free: Collection[int]) -> list[Chunk]:
 
 @inlined
 def level_of(units: int) -> int:
-    """Return the level of the smallest chunk that holds at least so many GPUs; LEVELS where none
+    """Return the level of the smallest chunk that holds at least `units` GPUs; LEVELS where none
     does."""
     level = 0
     while level < LEVELS and (1 << level) < units:
