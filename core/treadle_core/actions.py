@@ -1,11 +1,10 @@
-"""Actions: what the controller's driver is to do, in the order given.
+"""Actions: what the controller's driver does, in this order.
 
 - `Save…`, `Remove…` and `Forget…` are stored before the request that caused them is answered.
 - `IssueTicket` and `KeepWaiting` answer StepRequested.
 - All others are done in the background as far as possible: a failure is logged, and becomes an
-  event at most
-  (PlanArrived without engines, MoveEnded). A driver without the service that an action needs drops
-  it the same way.
+  event at most (PlanArrived without engines, MoveEnded). A driver without the service that an
+  action needs drops it the same way.
 - A `Note` is for the controller's own books (`bookkeeping`). No driver gets one.
 """
 
@@ -115,14 +114,14 @@ class IssueTicket(Action):
 
 @dataclass(frozen=True, slots=True)
 class KeepWaiting(Action):
-    """Answer StepRequested with a later IssueTicket, or let the client ask again."""
+    """Answer StepRequested with a later IssueTicket, or let the client send the request again."""
 
     trajectory_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AskPrediction(Action):
-    """Ask the predictor how much is left; answer with PredictionArrived of the record's next turn
+    """Request a prediction of what is left; answer with PredictionArrived of the record's next turn
     and gen_tokens."""
 
     record: TrajectoryRecord
@@ -130,8 +129,8 @@ class AskPrediction(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskPlan(Action):
-    """Ask the placement; answer with PlanArrived of the same plan_id. Only the newest question
-    counts."""
+    """Request a plan from the placement; answer with PlanArrived of the same plan_id. Only the
+    newest question counts."""
 
     plan_id: int
     work: PlanWork
@@ -150,7 +149,7 @@ class Reprioritize(Action):
 
 @dataclass(frozen=True, slots=True)
 class StartMigration(Action):
-    """Ask the migrator to move a prefix; answer with MoveAccepted or MoveEnded."""
+    """Request the move of a prefix from the migrator; answer with MoveAccepted or MoveEnded."""
 
     move_id: str
     trajectory_id: str
@@ -165,8 +164,8 @@ class StartMigration(Action):
 
 @dataclass(frozen=True, slots=True)
 class CancelMigration(Action):
-    """Ask the migrator to cancel a move, as the next step was requested first or the move is not
-    wanted any more."""
+    """Request from the migrator that it cancels a move, as the next step was requested first or the
+    move is not wanted any more."""
 
     trajectory_id: str
     migration_id: str
@@ -182,8 +181,8 @@ class AbortStep(Action):
 
 @dataclass(frozen=True, slots=True)
 class AskStep(Action):
-    """Ask the engine whether it has the step of a ticket that has expired; answer with StepUnknown
-    where it has not."""
+    """Query the engine for the step of a ticket that has expired; answer with StepUnknown where the
+    engine has none."""
 
     ticket: TicketRecord
 
@@ -231,7 +230,7 @@ class AnnounceEngineJoined(Action):
 
 @dataclass(frozen=True, slots=True)
 class AnnounceEngineLost(Action):
-    """Publish engine_lost; reason LEASE_EXPIRED, DEREGISTERED or REPLACED."""
+    """Publish engine_lost with the reason LEASE_EXPIRED, DEREGISTERED or REPLACED."""
 
     engine_id: str
     reason: str
@@ -246,7 +245,7 @@ class Note(Action):
 
 @dataclass(slots=True)
 class Decided(Note):
-    """Keep what was decided about a trajectory, and why. The fields are those of
+    """Keep a decision about a trajectory, and its reason. The fields are those of
     `bookkeeping.Decision`."""
 
     trajectory_id: str
@@ -256,13 +255,13 @@ class Decided(Note):
     values: tuple[object, ...] = ()
 
     again: bool = False
-    """Whether it is decided anew at each look: then it is kept once, as long as nothing else is
-    decided."""
+    """Whether each look at the trajectory makes the decision anew: then it is kept once, as long as
+    no other decision follows."""
 
 
 @dataclass(slots=True)
 class StepCounted(Note):
-    """The tokens of a finished step are in the record of its trajectory."""
+    """Count a finished step, whose tokens are in the record of its trajectory by now."""
 
     record: TrajectoryRecord
     turn: int
@@ -271,20 +270,21 @@ class StepCounted(Note):
 
 @dataclass(slots=True)
 class TrajectoryEnded(Note):
-    """A trajectory takes no more steps."""
+    """Close the accounts of a trajectory that takes no more steps."""
 
     record: TrajectoryRecord
 
 
 @dataclass(slots=True)
 class EnginesChanged(Note):
-    """Engines came, went, changed their speed, or are used again or no more: plans in force are of
-    no use."""
+    """Drop the plans in force, as engines came, went, changed their speed, or became usable or
+    unusable."""
 
 
 @dataclass(slots=True)
 class StepWaits(Note):
-    """A requested step waits for `cause` from now on. None: its client has given it up."""
+    """Count the wait of a requested step for `cause` from now on. None: its client has given it
+    up."""
 
     trajectory_id: str
     cause: Cause | None
@@ -292,8 +292,8 @@ class StepWaits(Note):
 
 @dataclass(slots=True)
 class QueueSeen(Note):
-    """The queue of first steps of an engine was looked at, which waits for weights where the engine
-    `loads` them."""
+    """Note that the controller has looked at an engine's queue of first steps, which waits for
+    weights where the engine `loads` them."""
 
     engine_id: str
     loads: bool

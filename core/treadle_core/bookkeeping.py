@@ -1,20 +1,16 @@
-"""Bookkeeping: what was decided about each trajectory, what its requests wait for, and what the
-planner has to count.
+"""Bookkeeping: decisions about each trajectory, waits of its requests, and counts for the planner.
 
 Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an
 event and keeps all accounts from them; no handler writes into an account. Nothing of it is stored:
 after a restart a history begins with the next event, and a wait with the next request.
 
-- Histories are for people who ask why a trajectory took so long, and for a replay of its rollout
-  under other policies
-  (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and MOST_STEPS of a
-  trajectory, of the
-  MOST_HISTORIES that were opened last.
+- Histories show people why a trajectory took so long, and for a replay of its rollout under other
+  policies (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and
+  MOST_STEPS of a trajectory, of the MOST_HISTORIES that were opened last.
 - A wait begins with the first request, also with one that is refused as no engine can run the step,
-  and ends with the
-  ticket or the closing: repeats of a request go on with it. What it waits for may change; each
-  second counts for one
-  cause. What the client waited before a restart is in the client's own measure.
+  and ends with the ticket or the closing: repeats of a request go on with it. What it waits for may
+  change; each second counts for one cause. What the client waited before a restart is in the
+  client's own measure.
 - The planner counts openings, steps, predictions and closings, so that it knows when a plan is due.
 """
 
@@ -37,7 +33,7 @@ _NUMBERS = 4  # of a step
 
 
 class Step(NamedTuple):
-    """A finished step: the tokens of its prompt and of its output, and the seconds of the tool call
+    """Finished step: the tokens of its prompt and of its output, and the seconds of the tool call
     before it."""
 
     turn: int
@@ -48,9 +44,9 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """now_s: when. kind: placed, held, ticket, preempted, planned, moves, stays or moved.
-    engine_id: which it is about. reason: a sentence, in parts: a pattern of str.format and its
-    values."""
+    """Decision about a trajectory. now_s: when it was made. kind: placed, held, ticket, preempted,
+    planned, moves, stays or moved. engine_id: the engine that it is about. reason: a sentence, kept
+    as a pattern of str.format and its values."""
 
     now_s: float
     kind: str
@@ -64,7 +60,7 @@ class Decision:
 
 
 class History:
-    """Of one trajectory. `decisions`: oldest first."""
+    """Decisions and finished steps of one trajectory. `decisions`: oldest first."""
 
     __slots__ = ("_numbers", "decisions")
 
@@ -78,7 +74,7 @@ class History:
 
     @property
     def steps(self) -> list[Step]:
-        """The finished steps, in order."""
+        """Return the finished steps in order."""
         rows = (self._numbers[at : at + _NUMBERS] for at in range(0, len(self._numbers), _NUMBERS))
         return [
             Step(int(turn), int(context), int(output), tool_s)
@@ -87,13 +83,14 @@ class History:
         ]
 
     def begin_step(self, turn: int, context_tokens: int, tool_s: float) -> None:
-        """A ticket was issued for a step; another attempt at the same turn changes nothing."""
+        """Note that a ticket was issued for a step; another attempt at the same turn changes
+        nothing."""
         numbers = self._numbers
         if len(numbers) < _NUMBERS * MOST_STEPS and not (numbers and numbers[-_NUMBERS] == turn):
             numbers.extend((turn, context_tokens, 0.0, tool_s))
 
     def finish_step(self, turn: int, output_tokens: int) -> None:
-        """A step has ended, the last one or one of those before it."""
+        """Note that a step has ended, the last one or an earlier one."""
         for at in range(len(self._numbers) - _NUMBERS, -1, -_NUMBERS):
             if self._numbers[at] <= turn:
                 if self._numbers[at] == turn:
@@ -111,7 +108,7 @@ class Histories:
         self._histories: dict[str, History] = {}
 
     def get(self, trajectory_id: str) -> History:
-        """The history of a trajectory; an empty one where nothing is known of it."""
+        """Return the history of a trajectory; an empty one for an unknown trajectory."""
         return self._histories.get(trajectory_id, NO_HISTORY)
 
     def decide(
@@ -123,7 +120,7 @@ class Histories:
         pattern: str,
         *values: object,
     ) -> None:
-        """Note a decision; see Decision."""
+        """Note a decision with the fields of `Decision`."""
         self._history(trajectory_id).decisions.append((now, kind, engine_id, pattern, *values))
 
     def decide_again(
@@ -141,15 +138,15 @@ class Histories:
             decisions.append((now, kind, engine_id, pattern, *values))
 
     def begin_step(self, trajectory_id: str, turn: int, context_tokens: int, tool_s: float) -> None:
-        """As in History."""
+        """Note that a ticket was issued for a step, as `History.begin_step`."""
         self._history(trajectory_id).begin_step(turn, context_tokens, tool_s)
 
     def finish_step(self, trajectory_id: str, turn: int, output_tokens: int) -> None:
-        """As in History."""
+        """Note that a step has ended, as `History.finish_step`."""
         self._history(trajectory_id).finish_step(turn, output_tokens)
 
     def decisions(self, trajectory_id: str) -> list[Decision]:
-        """What was decided about a trajectory, oldest first."""
+        """Return the decisions about a trajectory, oldest first."""
         return [
             Decision(now_s, kind, engine_id, pattern, tuple(values))
             for now_s, kind, engine_id, pattern, *values in self.get(trajectory_id).decisions
@@ -168,7 +165,8 @@ class Histories:
 
 
 class _Wait(NamedTuple):
-    """held_s, move_s, weights_s: until `since_s`, when `cause` became what it waits for."""
+    """Open wait of a request. spent_s: seconds by cause until `since_s`, when the wait for `cause`
+    began."""
 
     began_s: float
     since_s: float
@@ -177,14 +175,14 @@ class _Wait(NamedTuple):
 
 
 class OpenWaits:
-    """Waits by trajectory."""
+    """Open waits by trajectory."""
 
     def __init__(self) -> None:
         self._waits: dict[str, _Wait] = {}
         self._loading: set[str] = set()  # engines whose queue waits for WEIGHTS
 
     def note(self, trajectory_id: str, cause: Cause, now: float) -> None:
-        """A request waits for `cause` from now on, if it did not before."""
+        """Note that a request waits for `cause` from now on, if it did not before."""
         wait = self._waits.get(trajectory_id)
         if wait is None:
             self._waits[trajectory_id] = _Wait(now, now, cause, {})
@@ -194,8 +192,8 @@ class OpenWaits:
     def see_queue(
         self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float
     ) -> None:
-        """An engine begins or ends to load weights, for which its queue of first steps waits; else
-        nothing changes."""
+        """Note whether an engine loads weights, for which its queue of first steps waits; no change
+        where that is known."""
         if loads is (engine_id in self._loading):
             return
         (self._loading.add if loads else self._loading.discard)(engine_id)
@@ -203,7 +201,7 @@ class OpenWaits:
             self.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
 
     def count(self, record: TrajectoryRecord, now: float) -> TrajectoryRecord:
-        """The record with its open wait, if it has one, counted until now."""
+        """Return the record with its open wait, if it has one, counted until now."""
         wait = self._waits.get(record.trajectory_id)
         if wait is None:
             return record
@@ -213,7 +211,7 @@ class OpenWaits:
         )
 
     def waited_s(self, trajectory_id: str, now: float) -> float:
-        """Seconds of the open wait so far; 0 without one."""
+        """Return the seconds of the open wait so far; 0 without one."""
         wait = self._waits.get(trajectory_id)
         return now - wait.began_s if wait is not None else 0.0
 
@@ -227,7 +225,7 @@ def _spent_until(wait: _Wait, now: float) -> dict[Cause, float]:
 
 
 class Books:
-    """All accounts of the controller. `histories` and `waits` are for others to read only."""
+    """All accounts of the controller. Others only read `histories` and `waits`."""
 
     def __init__(self, planner: Planner, waiting: WaitingSteps) -> None:
         self.histories = Histories()
@@ -248,8 +246,8 @@ class Books:
         }
 
     def enter(self, actions: list[act.Action], now: float) -> list[act.Action]:
-        """Keep the accounts of one event's actions, in their order. Returns the actions that are
-        for the driver."""
+        """Keep the accounts of one event's actions, in their order. Returns the actions for the
+        driver."""
         keepers = self._keepers
         left: list[act.Action] = []
         for action in actions:

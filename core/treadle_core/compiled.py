@@ -1,5 +1,5 @@
-"""Compile kernels, or take them compiled; where neither can be, the same Python runs, slower, with
-the same floats.
+"""Compile kernels, or load compiled ones; without either the same Python runs, slower, with the
+same floats.
 
 Kernels come from the first of these that there is:
 
@@ -10,8 +10,8 @@ Kernels come from the first of these that there is:
    what it compiles.
 
 The cache has a folder for each key, a hash of the sources that kernels are made of. So an edited
-kernel is never answered by machine code of the old one, also where only a kernel changed that it
-calls in another file.
+kernel never runs the machine code of the old one, also where only a kernel changed that it calls in
+another file.
 """
 
 import hashlib
@@ -64,7 +64,8 @@ class Kernel(Generic[Params, Result]):
 
     @cached_property
     def run(self) -> Any:
-        """The compiled kernel (a numba `Dispatcher`), or the Python function without numba."""
+        """Return the compiled kernel (a numba `Dispatcher`), or the Python function without
+        numba."""
         numba = import_numba()
         if numba is None:
             return self.function
@@ -107,7 +108,7 @@ def kernel_of(value: Any) -> Kernel[..., Any] | None:
 
 
 def name_ahead(function: Callable[..., object]) -> str:
-    """What a kernel is called among those that are compiled ahead of time."""
+    """Return the name of a kernel among those that are compiled ahead of time."""
     return f"{function.__module__}.{function.__name__}".replace(".", "_")
 
 
@@ -141,7 +142,7 @@ def key_of_kernels() -> str:
 
 
 def _imported_names(text: str) -> Iterator[str]:
-    """The modules of the core that the text of a module may import, and other names."""
+    """Yield the modules of the core that the text of a module may import, and other names."""
     for module, names in re.findall(
         r"^\s*from (treadle_core\S*) import (\([^)]*\)|.*)$", text, re.MULTILINE
     ):
@@ -152,7 +153,7 @@ def _imported_names(text: str) -> Iterator[str]:
 
 @cache
 def cache_folder() -> Path:
-    """Return the folder for what is compiled of the present sources. It may not exist."""
+    """Return the folder for kernels compiled from the present sources. It may not exist."""
     return CACHE / key_of_kernels()
 
 
@@ -180,8 +181,7 @@ def import_numba() -> Any:
         numba = importlib.import_module("numba")
     except ImportError:  # the `placement` extra is not installed
         return None
-    # For the processor that the ahead-of-time compiler takes, so that a cache serves every process
-    # that asks.
+    # For the processor of the ahead-of-time compiler, so that a cache serves every process.
     if numba.config.CPU_NAME is None:
         numba.config.CPU_NAME = TARGET_CPU
         numba.config.CPU_FEATURES = ""
@@ -192,8 +192,8 @@ def import_numba() -> Any:
 
 @cache
 def can_cache() -> bool:
-    """Whether numba may write to its cache. It would take folders beside the sources else, which
-    know no key."""
+    """Return whether numba may write to its cache. Otherwise it would use folders beside the
+    sources, which have no key."""
     folder = Path(import_numba().config.CACHE_DIR)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,8 @@ def _compile(function: Callable[Params, Result], **options: bool) -> Callable[Pa
 
 
 def has_bf16(cpu_info: str) -> bool:
-    """Whether the text of Linux's /proc/cpuinfo names instructions for bf16; False for no text.
+    """Return whether the text of Linux's /proc/cpuinfo names instructions for bf16; False for no
+    text.
 
     Without them a processor emulates bf16 and takes five times as long as with float32, so engines
     and learned models on a CPU choose their number format by this.
@@ -225,8 +226,8 @@ def has_bf16(cpu_info: str) -> bool:
 
 
 def has_vnni(cpu_info: str) -> bool:
-    """Whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of bytes;
-    False for no text.
+    """Return whether the text of Linux's /proc/cpuinfo names instructions for exact dot products of
+    bytes; False for no text.
 
     Without them products of 8-bit numbers are added in 16 bits, where they overflow.
     """

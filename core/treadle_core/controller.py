@@ -1,5 +1,5 @@
-"""The control plane's state machine: `Controller.on_event(event, now)` returns the actions that are
-to be done.
+"""State machine of the control plane: `Controller.on_event(event, now)` returns the driver's
+actions.
 
 It owns no task, client, clock or random numbers: the time comes with each event, ids come with the
 event or follow from known ones. The scheduler service and the simulator drive the same controller,
@@ -88,7 +88,8 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
 
 
 class Controller:
-    """`epoch_s` is when this control plane first started; priorities count time from it.
+    """State machine of the control plane. `epoch_s` is when this control plane first started;
+    priorities count time from it.
 
     planner: another way to plan again than a mesh has, for comparisons.
     """
@@ -136,7 +137,7 @@ class Controller:
         return state.books.enter([*actions, *weights.ask_engines(state, now)], now)
 
     def on_event(self, event: ev.Event, now: float) -> list[Action]:
-        """Handle one event at `now` (seconds, never going back); returns the actions to be done, in
+        """Handle one event at `now` (seconds, never going back), and return the actions to do, in
         order. Raises Refusal for a request that cannot be granted."""
         state = self._state
         kind, enter = type(event), state.books.enter
@@ -154,12 +155,12 @@ class Controller:
         return [*actions, ask] if ask is not None else actions
 
     def job(self, job_id: str) -> JobRecord:
-        """A job that is held. Raises JobNotFound, JobTakenOver."""
+        """Return a job that is held. Raises JobNotFound, JobTakenOver."""
         return self._state.jobs.require(job_id)
 
     def jobs(self) -> list[JobUse]:
-        """What each job that a client holds, or that has open trajectories, has of the mesh, by
-        name."""
+        """Return what each job uses of the mesh, by name: jobs that a client holds or that have
+        open trajectories."""
         state = self._state
         open_of_job, queued = state.table.open_of_job, state.waiting
         clients = Counter(record.name for record in state.jobs if state.jobs.is_held(record.job_id))
@@ -179,46 +180,47 @@ class Controller:
 
     @property
     def desired_weights(self) -> WeightsRecord | None:
-        """The weights that all engines are to serve; None where each serves what it has."""
+        """Return the weights that all engines are to serve; None where each serves what it has."""
         return self._state.engines.desired
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Ids of the engines that an operator wants empty, in order; they may hold no lease."""
+        """Return the ids of the engines that an operator wants empty, in order; they may hold no
+        lease."""
         return self._state.engines.drained
 
     @property
     def policy(self) -> Policy:
-        """The policy of new trajectories."""
+        """Return the policy of new trajectories."""
         return self._state.policy
 
     def trajectory(self, trajectory_id: str) -> TrajectoryRecord:
-        """One trajectory. Raises TrajectoryNotFound."""
+        """Return one trajectory. Raises TrajectoryNotFound."""
         return self._state.table.require(trajectory_id)
 
     def ledger(self, trajectory_id: str, now: float) -> Ledger:
-        """Where the seconds of a trajectory went, as far as they are accounted for, the wait for a
-        ticket that goes on included. Raises TrajectoryNotFound."""
+        """Return where the seconds of a trajectory went so far, with its present wait for a ticket.
+        Raises TrajectoryNotFound."""
         return self._state.books.waits.count(self.trajectory(trajectory_id), now).ledger
 
     def history(self, trajectory_id: str) -> tuple[list[Decision], list[Step]]:
-        """What was decided about a trajectory and its finished steps, as far as they are kept,
+        """Return the decisions about a trajectory and its finished steps that are still kept,
         oldest first."""
         histories = self._state.books.histories
         return histories.decisions(trajectory_id), histories.get(trajectory_id).steps
 
     def trajectories(self) -> list[TrajectoryRecord]:
-        """All trajectories that are not forgotten, in the order of opening."""
+        """Return all trajectories that are not forgotten, in the order of opening."""
         return list(self._state.table)
 
     def engines(self) -> list[EngineRecord]:
-        """All engines that hold a lease, by id."""
+        """Return all engines that hold a lease, by id."""
         return list(self._state.engines)
 
     def engine(self, engine_id: str) -> EngineRecord | None:
-        """One engine; None where it holds no lease."""
+        """Return one engine; None where it holds no lease."""
         return self._state.engines.get(engine_id)
 
     def open_on(self, engine_id: str) -> int:
-        """The number of open trajectories of an engine."""
+        """Return the number of open trajectories of an engine."""
         return self._state.table.tally(engine_id).trajectories

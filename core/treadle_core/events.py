@@ -1,5 +1,4 @@
-"""Events: what happened, as the controller's driver (the scheduler service or a simulator) reports
-it.
+"""Events that the controller's driver (the scheduler service or a simulator) reports.
 
 Requests (JobOpened, JobRenewed, JobClosed, TrajectoryOpened, StepRequested, TrajectoryClosed,
 SwitchRequested, EngineRegistered, LeaseRenewed, EngineDeregistered, DrainSet, PolicySet,
@@ -24,8 +23,8 @@ class Event:
 @dataclass(frozen=True, slots=True)
 class JobOpened(Event):
     """A client announces its job. `resume`: it takes over from the client that held the job of this
-    name before. weight: of the share of this name; 0 for 1, or for that of a job that it resumes,
-    as with a policy of None."""
+    name before. weight: of the share of this name; 0 stands for 1, or for the weight of a job that
+    it resumes. A policy of None likewise stands for that of the resumed job."""
 
     request_id: str
     job_id: str
@@ -53,7 +52,7 @@ class JobClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpened(Event):
-    """A client asks to open a trajectory. The driver makes an id where the client gave none."""
+    """A client requests to open a trajectory. The driver makes an id where the client gave none."""
 
     request_id: str
     trajectory_id: str
@@ -70,7 +69,7 @@ class TrajectoryOpened(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepRequested(Event):
-    """A client asks for a ticket. `tool_s`: how long the tool call before this turn took.
+    """A client requests a ticket. `tool_s`: seconds of the tool call before this turn.
     engine_refused: the engine of the replaced ticket refused the step, and did not lose its stream.
     client_times: what the client has measured so far; None where it measures nothing."""
 
@@ -109,8 +108,8 @@ class GroupSettled(Event):
 
 @dataclass(frozen=True, slots=True)
 class SwitchRequested(Event):
-    """The migrator asks to make `target_engine_id` the owner, if the revision is still the expected
-    one."""
+    """The migrator requests that `target_engine_id` becomes the owner, if the revision is still the
+    expected one."""
 
     request_id: str
     trajectory_id: str
@@ -164,7 +163,7 @@ class PolicySet(Event):
 @dataclass(frozen=True, slots=True)
 class StepPreempted(Event):
     """An engine evicted a step after `output_tokens`. It changes no record; as after every event,
-    the controller asks for a plan that is due. by_ticket_id: of the step that got the slot; empty
+    the controller requests a plan that is due. by_ticket_id: of the step that got the slot; empty
     where a pause did it."""
 
     trajectory_id: str
@@ -188,7 +187,7 @@ class StepFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class StepUnknown(Event):
-    """The answer to AskStep: the engine has no such step."""
+    """The engine reports, for AskStep, that it has no such step."""
 
     trajectory_id: str
     ticket_id: str
@@ -211,7 +210,7 @@ class ToolFinished(Event):
 
 @dataclass(frozen=True, slots=True)
 class PredictionArrived(Event):
-    """The predictor's answer to AskPrediction."""
+    """The predictor answers AskPrediction."""
 
     trajectory_id: str
     prediction: Prediction
@@ -219,9 +218,8 @@ class PredictionArrived(Event):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlanArrived(Event):
-    """The placement's answer to AskPlan `plan_id`: for each trajectory of the question the index of
-    its engine there,
-    -1 for none. None: there is no plan."""
+    """The placement answers AskPlan `plan_id`. engine_of: for each trajectory of the question the
+    index of its engine there, -1 for none. None: there is no plan."""
 
     plan_id: int
     engine_of: Indexes | None = None
@@ -240,7 +238,7 @@ class MoveAccepted(Event):
 class MoveEnded(Event):
     """A migration ended, or could not be started (then `migration_id` is empty and `move_id` is
     set). `took_s`: seconds from its start to its end where it moved or was given up; 0 where that
-    says nothing of the engines' speed."""
+    time does not show the engines' speed."""
 
     trajectory_id: str
     migration_id: str = ""
@@ -259,8 +257,8 @@ class ClosedAnnounced(Event):
 
 @dataclass(frozen=True, slots=True)
 class WeightsSet(Event):
-    """An operator or trainer asks that all engines serve these weights. model_path: empty where
-    they are pushed."""
+    """An operator or trainer sets the weights that all engines are to serve. model_path: empty
+    where they are pushed."""
 
     weight_version: str
     model_path: str
@@ -268,8 +266,8 @@ class WeightsSet(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
-    """LoadWeights has failed. refused: the engine cannot load them; otherwise it may help to ask
-    again."""
+    """LoadWeights has failed. refused: the engine cannot load them; otherwise another request may
+    succeed."""
 
     engine_id: str
     weight_version: str
@@ -287,7 +285,7 @@ class WeightsUpdated(Event):
 
 @dataclass(frozen=True, slots=True)
 class Tick(Event):
-    """Time passed. Drivers send one about every second. late_s: for so long the driver handled
-    nothing, and so no renewal either."""
+    """Time passed. Drivers send one about every second. late_s: seconds for which the driver
+    handled no event, and so no renewal either."""
 
     late_s: float = 0.0

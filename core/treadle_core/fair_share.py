@@ -23,31 +23,30 @@ T = TypeVar("T")
 
 
 class FairShare:
-    """The tags of the jobs."""
+    """Tags of the jobs that share one resource."""
 
     def __init__(self) -> None:
         self._tags: dict[str, float] = {}
         self._waiting: set[str] = set()
 
     def __len__(self) -> int:
-        """Jobs that wait, or got more than those."""
+        """Return how many jobs wait, or got more than those that wait."""
         return len(self._tags)
 
     def begin_waiting(self, job: str) -> None:
-        """The job waits from now on; no change for one that does already."""
+        """Note that the job waits from now on; no change for one that does already."""
         if job not in self._waiting:
             self._tags[job] = self.tag(job)
             self._waiting.add(job)
 
     def end_waiting(self, job: str) -> None:
-        """The job does not wait any more. Where none does, everything is forgotten: nobody waited
-        for anybody."""
+        """Note that the job does not wait any more. When no job waits all tags are forgotten."""
         self._waiting.discard(job)
         if not self._waiting:
             self._tags.clear()
 
     def charge(self, job: str, service: float, weight: float = 1.0) -> None:
-        """Count service that the job was given; below 0 for what it was charged and did not get."""
+        """Add service that the job was given; below 0 for what it was charged and did not get."""
         if not self._waiting:
             return
         self._tags[job] = self.tag(job) + service / weight
@@ -60,7 +59,8 @@ class FairShare:
             }
 
     def tag(self, job: str) -> float:
-        """Service for its weight, as compared with other jobs; the smallest is next."""
+        """Return the job's service over its weight, as compared with other jobs; the smallest is
+        next."""
         tags = self._tags
         if job in self._waiting:
             return tags[job]
@@ -91,7 +91,8 @@ class FairQueue(Generic[T]):
         self._count += 1
 
     def take(self) -> tuple[str, T, float] | None:
-        """The next (job, item, cost), and charge it; None where nothing waits."""
+        """Remove and return the next (job, item, cost), and charge the job; None where nothing
+        waits."""
         if not self._lines:
             return None
         job = min(self._lines, key=self._share.tag)
@@ -105,17 +106,18 @@ class FairQueue(Generic[T]):
         return job, item, cost
 
     def settle(self, job: str, charged: float, actual: float) -> None:
-        """Work of `job` for which `charged` was taken has really cost `actual`."""
+        """Correct the charge of work of `job`, for which `charged` was taken, to the `actual`
+        cost."""
         self._share.charge(job, actual - charged)
 
 
 class FairOrder:
-    """Places in a queue that is sorted by them, so that jobs of equal weight share what it waits
-    for: the start tags of the paper. Service is in seconds, expected when a place is given and
-    known at the end.
+    """Places in a queue that is sorted by them, so that jobs of equal weight share the resource:
+    the start tags of the paper. Service is in seconds, expected when a place is given and known at
+    the end.
 
-    A place is a number; smaller is earlier, and each is larger than those that the job was given
-    before.
+    A place is a number; smaller is earlier, and each place is larger than the job's earlier
+    ones.
     """
 
     def __init__(self) -> None:
@@ -123,17 +125,17 @@ class FairOrder:
         self._next_us: dict[str, int] = {}
 
     def __len__(self) -> int:
-        """Jobs with places behind the one that began last."""
+        """Return how many jobs have places behind the one that began last."""
         return len(self._next_us)
 
     def place(self, job: str, service_s: float) -> int:
-        """A place for work of a job that should take so long."""
+        """Return a place for work of a job that should take `service_s`."""
         place = max(self._now_us, self._next_us.get(job, 0))
         self._next_us[job] = place + 1 + round(1e6 * service_s)
         return place
 
     def begin(self, place: int) -> None:
-        """The work at a place begins."""
+        """Note that the work at a place begins."""
         if place > self._now_us:
             self._now_us = place
             self._next_us = {
@@ -141,7 +143,7 @@ class FairOrder:
             }
 
     def settle(self, job: str, service_s: float, took_s: float) -> None:
-        """Work for which `service_s` was expected took so long in the end, 0 where it was given
-        up."""
+        """Correct the service of work for which `service_s` was expected to `took_s`, 0 where the
+        work was given up."""
         if job in self._next_us:
             self._next_us[job] += round(1e6 * (took_s - service_s))

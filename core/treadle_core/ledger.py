@@ -1,5 +1,5 @@
-"""Where the time of a trajectory went: what the scheduler, engines and clients account for, and all
-of it together."""
+"""Ledgers of the time of a trajectory: the parts that the scheduler, engines and clients measure,
+and their sum."""
 
 import enum
 from dataclasses import dataclass, fields
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class Cause(enum.Enum):
-    """What a requested step without a ticket waits for. HELD: room, a slot or an engine. MOVE: its
-    trajectory's KV. WEIGHTS: an engine that loads. The value is the field of TrajectoryRecord that
-    it counts in."""
+    """Cause for which a requested step without a ticket waits. HELD: room, a slot or an engine.
+    MOVE: its trajectory's KV. WEIGHTS: an engine that loads. The value is the field of
+    TrajectoryRecord that counts it."""
 
     HELD = "held_s"
     MOVE = "move_s"
@@ -27,7 +27,7 @@ class StepTimes(NamedTuple):  # which costs less than a dataclass, at each step
     weights_s: float = 0.0
 
     def plus(self, other: "StepTimes", times: float = 1.0) -> "StepTimes":
-        """The sum of both, the other one so many times."""
+        """Return the sum of both, the other one `times` times."""
         if other is NO_TIMES:
             return self
         return StepTimes(
@@ -47,13 +47,13 @@ NO_TIMES = StepTimes()
 
 
 class ClientTimes(NamedTuple):
-    """What a client has measured of a trajectory by its own clock, from the opening until its last
-    report.
+    """Times of a trajectory that its client has measured by its own clock, from the opening until
+    its last report.
 
-    tool_s: between steps, while a tool ran. control_s: its calls without what the services took for
-    them, and its own work between steps. lost: of steps that it had to replace, as it saw them,
-    since no engine accounts for these. since_opening_s: how long the trajectory had been open when
-    these were measured; 0 where that is not known.
+    tool_s: between steps, while a tool ran. control_s: its calls without the services' time for
+    them, and its own work between steps. lost: times of steps that it had to replace, as it saw
+    them, since no engine accounts for these. since_opening_s: how long the trajectory had been open
+    when these were measured; 0 where that is not known.
     """
 
     tool_s: float = 0.0
@@ -64,8 +64,8 @@ class ClientTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Where the seconds of a trajectory went, from its opening on; each second is in one part (ADR
-    0040).
+    """Seconds of a trajectory by where they went, from its opening on; each second is in one part
+    (ADR 0040).
 
     held_s: a requested step waited in the scheduler for room or for an engine. queue_s, prefill_s,
     decode_s, preempted_s: as in StepTimes. move_s: a step waited until its KV had moved. tool_s,
@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def total_s(self) -> float:
-        """The sum of all parts."""
+        """Return the sum of all parts."""
         total_s: float = sum(getattr(self, name) for name in LEDGER_PARTS)
         return total_s
 

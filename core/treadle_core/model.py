@@ -1,4 +1,4 @@
-"""The shared nouns of the control plane: trajectories, tickets, engines, estimates, policies.
+"""Shared nouns of the control plane: trajectories, tickets, engines, estimates, policies.
 
 All of them are frozen: a change makes a new value (`dataclasses.replace`, or `copy_with` for the
 two large records), which goes to the table that owns it (`tables`). Times are seconds of one clock
@@ -24,7 +24,7 @@ DEFAULT_PREFILL_TOKENS_PER_S = 2_000.0
 
 
 class TrajectoryState(enum.Enum):
-    """IDLE (no step is out) and STEPPING are open, the others closed."""
+    """State of a trajectory: IDLE (no step is out) and STEPPING are open, the others closed."""
 
     IDLE = "idle"
     STEPPING = "stepping"
@@ -34,7 +34,7 @@ class TrajectoryState(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How a trajectory ended. TRUNCATED: a cap cut it, it would have been longer."""
+    """Way in which a trajectory ended. TRUNCATED: a cap cut it, and it would have been longer."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
@@ -43,7 +43,7 @@ class Outcome(enum.Enum):
 
 
 class Ordering(enum.Enum):
-    """Which step runs first on an engine (`ranking.priorities`)."""
+    """Rule for which step runs first on an engine (`ranking.priorities`)."""
 
     PROGRESSIVE = "progressive"
     FCFS = "fcfs"
@@ -53,7 +53,7 @@ class Ordering(enum.Enum):
 
 
 class Objective(enum.Enum):
-    """What the progressive ordering minimises."""
+    """Quantity that the progressive ordering minimises."""
 
     MAKESPAN = "makespan"
     MEAN = "mean"
@@ -61,7 +61,7 @@ class Objective(enum.Enum):
 
 
 class PlacementRule(enum.Enum):
-    """Which engine runs a trajectory (`tables.engines`)."""
+    """Rule for which engine runs a trajectory (`tables.engines`)."""
 
     PLANNED = "planned"
     PINNED = "pinned"
@@ -71,8 +71,8 @@ class PlacementRule(enum.Enum):
 
 
 class CostModel(enum.IntEnum):
-    """How long an engine takes for a group of trajectories: `placing.paths` for CRITICAL_PATH, else
-    `placing.costs`."""
+    """Model of the time that an engine takes for a group of trajectories: `placing.paths` for
+    CRITICAL_PATH, else `placing.costs`."""
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2
@@ -80,15 +80,16 @@ class CostModel(enum.IntEnum):
 
 
 class KvTransfer(enum.Enum):
-    """How the KV of a prefix gets to another engine: it is computed again, or read from shared
-    storage."""
+    """Way in which the KV of a prefix gets to another engine: it is computed again, or read from
+    shared storage."""
 
     PREFILL = "prefill"
     STORAGE = "storage"
 
 
 class TicketStatus(enum.Enum):
-    """LIVE: its step may run or runs. LOST: its engine went away. DONE: its step ended."""
+    """Status of a ticket. LIVE: its step may run or runs. LOST: its engine went away. DONE: its
+    step ended."""
 
     LIVE = "live"
     LOST = "lost"
@@ -97,11 +98,10 @@ class TicketStatus(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How trajectories are ranked and placed. A trajectory keeps the policy under which it was
-    opened.
+    """Rules by which trajectories are ranked and placed. A trajectory keeps the policy under which
+    it was opened.
 
-    reserve: engines reserve the KV that trajectories which have started there are expected to grow
-    to.
+    reserve: engines reserve the KV that their started trajectories are expected to need.
     """
 
     ordering: Ordering = Ordering.PROGRESSIVE
@@ -119,8 +119,8 @@ TREADLE_POLICY = Policy(reserve=True)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A prediction: 10th, 50th and 90th percentile. Raises ValueError unless 0 <= p10 <= p50 <= p90
-    < infinity."""
+    """Predicted 10th, 50th and 90th percentile of an amount. Raises ValueError unless 0 <= p10 <=
+    p50 <= p90 < infinity."""
 
     p10: float
     p50: float
@@ -133,10 +133,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The predictor's answer for a trajectory after `turn` steps and `gen_tokens` sampled tokens.
+    """Prediction for a trajectory after `turn` steps and `gen_tokens` sampled tokens.
+
     Still to come: tokens to sample, turns, seconds of tools, tokens of their answers; None for what
-    is not predicted. learned: it is of a learned model, not of statistics over siblings and
-    history."""
+    is not predicted. learned: a learned model made it, not statistics over siblings and history."""
 
     turn: int
     gen_tokens: int
@@ -150,9 +150,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCurve:
-    """Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s * KV tokens in the
-    batch. A prefilled token takes 1 / prefill_tokens_per_s, and prefill_pair_s more for each token
-    before it."""
+    """Speed of an engine. Seconds a decode step = base_s + per_sequence_s * batch + per_kv_token_s
+    * KV tokens in the batch. A prefilled token takes 1 / prefill_tokens_per_s, and prefill_pair_s
+    more for each token before it."""
 
     base_s: float = DEFAULT_BASE_S
     per_sequence_s: float = DEFAULT_PER_SEQUENCE_S
@@ -163,8 +163,8 @@ class DecodeCurve:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is
-    unknown. url: of its own HTTP server, for a gateway whose mesh is away."""
+    """Engine as its sidecar declares it. `slot_limit` steps decode at once; a capacity of 0 is
+    unknown. url: its own HTTP server, for a gateway whose mesh is away."""
 
     engine_id: str
     address: str
@@ -183,14 +183,14 @@ class EngineSpec:
 
     @property
     def kv_room_tokens(self) -> int:
-        """KV tokens that trajectories may hold; 0: unknown. A host's copies include what the
-        engine's memory holds, so the larger of them counts."""
+        """Return how many KV tokens trajectories may hold; 0: unknown. A host's copies include what
+        the engine's memory holds, so the larger of them counts."""
         return self.kv_tokens_capacity and max(self.kv_tokens_capacity, self.host_kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of an engine, as its sidecar measured it last."""
+    """Load of an engine, as its sidecar measured it last."""
 
     running_steps: int = 0
     waiting_steps: int = 0
@@ -211,7 +211,7 @@ INCOMPLETE = "incomplete-"
 
 @dataclass(frozen=True, slots=True)
 class WeightsRecord:
-    """The weights that all engines are to serve. model_path: a folder or file that each engine's
+    """Weights that all engines are to serve. model_path: a folder or file that each engine's
     machine can read; empty: a trainer pushes them."""
 
     weight_version: str
@@ -220,7 +220,7 @@ class WeightsRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """An engine and its lease. `suspect_s`: when a client lost a stream there; None again after the
+    """Engine and its lease. `suspect_s`: when a client lost a stream there; None again after the
     next renewal. behind: it does not serve the desired weights, or has parts of weights only.
     load_error: why it could not load the desired ones, or that they were not pushed to it.
     draining: an operator wants it empty; it takes steps only where no other engine can."""
@@ -237,22 +237,22 @@ class EngineRecord:
 
     @property
     def usable(self) -> bool:
-        """Whether new steps may go there."""
+        """Return whether new steps may go to this engine."""
         return self.suspect_s is None and self.able and not self.draining
 
     @property
     def able(self) -> bool:
-        """Whether steps can run there at all."""
+        """Return whether steps can run on this engine at all."""
         return not self.behind and (self.load is None or self.load.engine_healthy)
 
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """The work of one client, which ends when its lease does.
+    """Work of one client, which ends when its lease does.
 
     resume: after that, the job is kept for the next client that resumes the `name`. rollout_ids:
     its rollouts that are in progress. ended_s: when the lease ended or the client closed it; None:
-    it is held. successor_id: of the client that has resumed it. weight: of the share of its `name`.
+    it is held. successor_id: the job that has resumed it. weight: of the share of its `name`.
     policy: of its trajectories; None: that of the mesh.
     """
 
@@ -269,8 +269,8 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class JobUse:
-    """What the clients of one job name have of the mesh now. share: of slots and KV, that they are
-    due; 0 where they use none and no first step of theirs waits. kv_tokens: reserved.
+    """Use of the mesh by the clients of one job name now. share: the part of slots and KV that they
+    are due; 0 where they use none and no first step of theirs waits. kv_tokens: reserved.
     waiting_steps: first steps without a ticket."""
 
     job: str
@@ -285,12 +285,12 @@ class JobUse:
 
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TicketRecord:
-    """The permission to run one step once, with the request that it answers: a repeat of it gets
-    the same ticket.
+    """Permission to run one step once, with the request that it answers: a repeat of it gets the
+    same ticket.
 
     preemptible: whether the engine's queue may evict the step while it runs. job, weight: whose
     share of the engine's slots it takes. waited_s: how long its request waited in the scheduler.
-    times: its engine's account of the step, once it has come.
+    times: its engine's account of the step, once it has arrived.
     """
 
     ticket_id: str
@@ -320,15 +320,15 @@ class TicketRecord:
 
     @property
     def cache_salt(self) -> str:
-        """Return what KV is kept under: the weight version and the tenant, so that no other's KV is
-        hit."""
+        """Return the salt of the KV cache: the weight version and the tenant, so that no other
+        tenant's KV is used."""
         tenant, mark, _ = self.trajectory_id.partition(TENANT_MARK)
         return f"{tenant}{mark}{self.weight_version}" if tenant and mark else self.weight_version
 
 
 @dataclass(frozen=True, slots=True)
 class MoveRecord:
-    """A migration in progress. `migration_id` is empty until the migrator has accepted it.
+    """Migration in progress. `migration_id` is empty until the migrator has accepted it.
     `saving_s`: a step waits no longer for it."""
 
     move_id: str
@@ -340,17 +340,17 @@ class MoveRecord:
     saving_s: float = 0.0
 
     def has_switched(self, engine_id: str) -> bool:
-        """Whether the target owns the trajectory, whose engine is `engine_id`: only the report of
-        the end is due."""
+        """Return whether the target owns the trajectory, whose engine is `engine_id`. Then only the
+        report of the end is due."""
         return self.target_engine_id == engine_id
 
 
 @dataclass(frozen=True)  # without slots, for `copy_with`
 class TrajectoryRecord:
-    """A trajectory as the scheduler knows it; a restart needs nothing else.
+    """Trajectory as the scheduler knows it; a restart needs nothing else.
 
     `ticket` is the last one issued, in whatever status. `uncounted`: tickets of steps that the
-    client says are over and whose tokens are not known yet, as `step_finished` has not arrived.
+    client has reported as over and whose tokens are unknown, as `step_finished` has not arrived.
     `tool_s`: running mean of this trajectory's tool calls, 0 while unknown; `tools_s`: the sum of
     all of them. `revision` grows by one at each change of `engine_id`. `announced`: the fact that
     it closed has been published. `job`: the name of its job, whose share it takes. `held_s`,
@@ -407,8 +407,8 @@ class TrajectoryRecord:
 
     @property
     def ledger(self) -> Ledger:
-        """Where its seconds went, as far as they are accounted for. A client that reports no times
-        has measured no control; its tools are what it said with its requests."""
+        """Return where the trajectory's seconds went so far. A client that reports no times has
+        measured no control; its tools are the seconds that it sent with its requests."""
         client = self.client_times or ClientTimes(tool_s=self.tools_s)
         steps = self.engine_times.plus(client.lost)
         return Ledger(
@@ -425,17 +425,17 @@ class TrajectoryRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client may ask for more steps."""
+        """Return whether the client may request more steps."""
         return self.state is TrajectoryState.IDLE or self.state is TrajectoryState.STEPPING
 
     @property
     def observed_tokens(self) -> int:
-        """Tokens of tools' answers in the context so far."""
+        """Return the tokens of tools' answers in the context so far."""
         return max(0, self.context_tokens - self.prompt_tokens - self.gen_tokens)
 
     @property
     def live_ticket(self) -> TicketRecord | None:
-        """The ticket that may be running now, if any."""
+        """Return the ticket that may be running now, if any."""
         return (
             self.ticket
             if self.ticket is not None and self.ticket.status is TicketStatus.LIVE
@@ -449,12 +449,13 @@ else:
     _new, _set = object.__new__, object.__setattr__
 
     def copy_with(record: Any, **fields: Any) -> Any:
-        """`dataclasses.replace` for TicketRecord and TrajectoryRecord, which each event copies.
+        """Return a copy with changed fields: `dataclasses.replace` for TicketRecord and
+        TrajectoryRecord.
 
-        It copies the instance's dictionary in 1 to 2 microseconds, where `dataclasses.replace` runs
-        an `__init__` of 40 fields in 12 to 20, which would double what ScheduleStep takes. Needs a
-        dataclass without slots and without `__post_init__`; nothing checks the names of the fields
-        at run time, the type checker does.
+        Each event copies them. This copies the instance's dictionary in 1 to 2 microseconds, where
+        `dataclasses.replace` runs an `__init__` of 40 fields in 12 to 20, which would double what
+        ScheduleStep takes. Needs a dataclass without slots and without `__post_init__`; the type
+        checker checks the names of the fields, nothing does at run time.
         """
         copy = _new(record.__class__)
         _set(copy, "__dict__", record.__dict__ | fields)

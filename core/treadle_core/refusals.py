@@ -1,4 +1,4 @@
-"""Why the controller refuses a request, and which input of a pure function is wrong.
+"""Refusals of the controller, and errors for wrong inputs of pure functions.
 
 A refused request has changed nothing. `reason` is the stable word that a program reads; the
 scheduler service maps each class to a gRPC status. A CoreError names the field, by its path as the
@@ -37,7 +37,7 @@ class ContextTooLong(BadField):
 
 
 class RequestIdReused(BadField):
-    """The same request_id with other content."""
+    """Another request has used the same request_id with other content."""
 
     reason = "REQUEST_ID_REUSED"
 
@@ -55,7 +55,7 @@ class TrajectoryExists(Refusal):
 
 
 class TrajectoryIsClosed(Refusal):
-    """A closed trajectory takes no more steps. `state`: as what it was closed."""
+    """A closed trajectory takes no more steps. `state`: how it was closed."""
 
     reason = "TRAJECTORY_CLOSED"
 
@@ -133,7 +133,7 @@ class NoEngineWithTags(NoEngine):
 
 
 class CoreError(ValueError):
-    """The input at path `field` cannot be used; `description` says what would be right."""
+    """The input at path `field` cannot be used; `description` states what would be right."""
 
     def __init__(self, field: str, description: str) -> None:
         super().__init__(f"{field}: {description}")

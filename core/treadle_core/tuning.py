@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Times are seconds, lengths are tokens."""
+    """Thresholds of the controller. Times are in seconds, lengths in tokens."""
 
     # A ticket is used within milliseconds; ten minutes allow for any pause of a client, and an
     # abandoned ticket cannot run hours later.
@@ -13,8 +13,8 @@ class Tuning:
     # A sidecar renews every third of it, so two renewals may be lost. An engine that died is
     # noticed after this long.
     lease_ttl_s: float = 10.0
-    # An engine that does not serve the desired weights is asked again after this long, as the
-    # question may have been lost; a sidecar that loads already joins the two. Sooner where its
+    # An engine that does not serve the desired weights gets another request after this long, as the
+    # request may have been lost; a sidecar that loads already joins the two. Sooner where its
     # sidecar did not answer.
     load_again_s: float = 60.0
     load_retry_s: float = 3.0
@@ -55,7 +55,7 @@ class Tuning:
     # Deadline, from the opening, where the client gave none.
     default_deadline_s: float = 3600.0
 
-    # Plans are asked for after this many events that change the remaining work (reference: every
+    # Plans are requested after this many events that change the remaining work (reference: every
     # few dozen events), or half as many as trajectories are open where that is less, ...
     plan_every_events: int = 24
     # ... or, of many trajectories, after one event for each so many, ...

@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Train and write a version as the arguments state, and return the exit code."""
     parser = argparse.ArgumentParser(prog="treadle_learned", description=__doc__)
     parser.add_argument("--transcripts", type=Path, required=True, help="file that was harvested")
     parser.add_argument("--models", type=Path, required=True, help="folder of versions")
@@ -58,8 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _end_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when its parent ends; False where the parent has ended
-    already. Whenever that is, a version is whole or not there."""
+    """Have the kernel kill this process when its parent ends. Returns False where the parent has
+    ended already. A version is whole or not there, whenever that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     return os.getppid() == parent

@@ -1,5 +1,5 @@
-"""The pretrained decoder that reads trajectories (Heddle 4.1: Qwen3-0.6B), and its training: LoRA
-or all weights.
+"""Pretrained decoder that reads trajectories (Heddle 4.1: Qwen3-0.6B), and its training: LoRA or
+all weights.
 
 Any Hugging Face decoder serves, from a local folder or by a hub name. Invariants: tokenizer and
 embeddings fit each other, and `fingerprint` names both. `hidden`, `read_on` and `read_together`
@@ -43,7 +43,7 @@ MOST_PADDING = 0.5
 
 
 class Backbone:
-    """A decoder with its tokenizer. device: cpu or cuda."""
+    """Decoder with its tokenizer. device: cpu or cuda."""
 
     def __init__(self, name: str, tokenizer: Any, model: PreTrainedModel, device: str) -> None:
         self.name = name
@@ -78,20 +78,20 @@ class Backbone:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the architecture and the tokenizer, wherever they were found."""
+        """Return a hash of the architecture and the tokenizer, wherever they were found."""
         config = self.model.config
         shape = [config.model_type, config.hidden_size, config.num_hidden_layers, config.vocab_size]
         identity = json.dumps([shape, len(self.tokenizer), self.tokenize(PROBE)])
         return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids without special tokens; none for no text."""
+        """Return the ids of a text without special tokens; none for no text."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
     @torch.inference_mode()
     def hidden(self, ids: Sequence[int], ends: Sequence[int]) -> Tensor:
-        """The last hidden states, float32 [len(ends), hidden_size], after the first `end` ids for
-        each of `ends`."""
+        """Return the last hidden states, float32 [len(ends), hidden_size], after the first `end`
+        ids for each of `ends`."""
         states = self.model(
             input_ids=torch.tensor([list(ids)], device=self.device)
         ).last_hidden_state[0]
@@ -100,8 +100,8 @@ class Backbone:
 
     @torch.inference_mode()
     def read_on(self, ids: Sequence[int], before: Read | None) -> tuple[Tensor, Read]:
-        """The last hidden state, float32 [hidden_size], after all ids. What `before` has read of
-        their beginning is not read again; `before` cannot be used afterwards."""
+        """Return the last hidden state, float32 [hidden_size], after all ids. The beginning that
+        `before` has read is not read again; `before` cannot be used afterwards."""
         ids = tuple(ids)
         known = before.usable_for(ids) if before is not None else None
         done = len(known.ids) if known is not None else 0
@@ -115,7 +115,7 @@ class Backbone:
 
 
 class Tune(StrEnum):
-    """What of the backbone is trained with the head."""
+    """Part of the backbone that is trained with the head."""
 
     FROZEN = "frozen"
     LORA = "lora"
@@ -123,7 +123,7 @@ class Tune(StrEnum):
 
 
 class Tunable:
-    """A backbone in float32 with its trainable weights. Changes the backbone in place."""
+    """Backbone in float32 with its trainable weights. It changes the backbone in place."""
 
     def __init__(self, backbone: Backbone, tune: Tune, seed: int = 0) -> None:
         if tune is Tune.FROZEN:
@@ -148,12 +148,12 @@ class Tunable:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether small matrices beside the weights are trained (LoRA), not the weights
+        """Return whether small matrices beside the weights are trained (LoRA), not the weights
         themselves."""
         return self._adapter is not None
 
     def states(self, ids: tuple[int, ...], ends: list[int]) -> Tensor:
-        """As `Backbone.hidden`, with gradients."""
+        """Return the same as `Backbone.hidden`, with gradients."""
         found = self.backbone.model(
             input_ids=torch.tensor([ids], device=self.backbone.device)
         ).last_hidden_state[0]
@@ -161,7 +161,7 @@ class Tunable:
         return last
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of the trainable weights."""
+        """Return a copy of the trainable weights."""
         return {name: each.detach().cpu().clone() for name, each in self.trained.items()}
 
     @torch.no_grad()
@@ -171,7 +171,8 @@ class Tunable:
             each.copy_(weights[name])
 
     def save(self, beside: Path) -> Path:
-        """Write the trained part into a new folder in `beside`, and return that. Raises OSError."""
+        """Write the trained part into a new folder in `beside`, and return that folder. Raises
+        OSError."""
         if self._adapter is None:
             folder = beside / WHOLE
             self.backbone.model.save_pretrained(folder)
@@ -184,7 +185,7 @@ class Tunable:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
+    """Return a tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
     LearnedError."""
     try:
         return AutoTokenizer.from_pretrained(name)
@@ -204,7 +205,7 @@ def _not_loaded(what: str, name: str, error: BaseException) -> LearnedError:
 def load_tuned(
     name: str, tuned: Path, *, device: str | None = None, dtype: torch.dtype | None = None
 ) -> Backbone:
-    """The backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
+    """Return the backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
     if tuned.name == WHOLE:
         return Backbone.load(str(tuned), device=device, dtype=dtype)
     base = Backbone.load(name, device=device, dtype=torch.float32)
@@ -223,7 +224,7 @@ def load_tuned(
 
 @cache
 def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
-    """bf16 on a GPU and on a processor that reports it, else float32."""
+    """Return bf16 on a GPU and on a processor that reports it, else float32."""
     if device != "cpu":
         return torch.bfloat16
     try:
@@ -235,8 +236,8 @@ def fitting_dtype(device: str, cpu_info: Path = CPU_INFO) -> torch.dtype:
 def read_together(
     backbone: Backbone, asked: Sequence[tuple[Sequence[int], Read | None]]
 ) -> list[tuple[Tensor, Read]]:
-    """As `Backbone.read_on` for several (ids, before): on a GPU eight in one run take as long as
-    one. Those with much more to read than others get a run of their own."""
+    """Return the results of `Backbone.read_on` for several (ids, before): on a GPU eight in one run
+    take as long as one. Those with much more to read than others get a run of their own."""
     before = [read.usable_for(tuple(ids)) if read is not None else None for ids, read in asked]
     more = [
         len(ids) - (len(read.ids) if read is not None else 0)
@@ -255,8 +256,8 @@ def read_together(
 
 
 def runs(more: Sequence[int]) -> list[list[int]]:
-    """Indexes of `more` (tokens to read), shortest first, in runs whose padding adds at most
-    MOST_PADDING."""
+    """Return the indexes of `more` (tokens to read), shortest first, in runs whose padding adds at
+    most MOST_PADDING."""
     found: list[list[int]] = []
     tokens = 0
     for at in sorted(range(len(more)), key=more.__getitem__):
@@ -274,7 +275,7 @@ def runs(more: Sequence[int]) -> list[list[int]]:
 def _one_run(
     backbone: Backbone, asked: Sequence[tuple[int, ...]], before: Sequence[Read | None]
 ) -> list[tuple[Tensor, Read]]:
-    """Padded on both sides; padding is masked, and cut off again."""
+    """Read several texts in one run, padded on both sides; padding is masked, and cut off again."""
     done = [len(read.ids) if read is not None else 0 for read in before]
     more = [ids[start:] for ids, start in zip(asked, done, strict=True)]
     most_done, most_more = max(done), max(map(len, more))
@@ -302,7 +303,7 @@ def _one_run(
 
 
 def _stacked(before: Sequence[Read | None], tokens: int) -> DynamicCache:
-    """One cache of all, each aligned to the end of `tokens`."""
+    """Return one cache of all readings, each aligned to the end of `tokens`."""
     stacked = DynamicCache()
     every = [layers(read.cache) if read is not None else None for read in before]
     some = next((own for own in every if own is not None), [])

@@ -4,10 +4,10 @@ A checkpoint is a folder: `predictor.json` describes it, `head.safetensors` has 
 where the backbone was trained too, `adapter/` (LoRA) or `backbone/` (all weights) has that. A
 models folder has one checkpoint a version, and a file `current` that names the version in use.
 
-Invariants: a checkpoint is whole or not there (written beside and renamed); what is loaded is what
-was saved, by checksum; a head is never joined to another backbone, tokenizer or set of features
-than it was fitted with. A reader of `current` finds the old version or the new one, and only a
-version that is there and loads. The version in use is never removed.
+Invariants: a checkpoint is whole or not there (written beside and renamed); a loaded checkpoint
+equals the saved one, by checksum; a head is never joined to another backbone, tokenizer or set of
+features than it was fitted with. A reader of `current` finds the old version or the new one, and
+only a version that is there and loads. The version in use is never removed.
 """
 
 import hashlib
@@ -50,8 +50,8 @@ class _Tuned(BaseModel):
 
 
 class _About(BaseModel):
-    """The content of `predictor.json`. `format` also changes where `reading` makes something else
-    of a transcript: a head is fitted to that."""
+    """Content of `predictor.json`. `format` also changes when `reading` changes its result for a
+    transcript, since a head is fitted to that."""
 
     model_config = ConfigDict(strict=True)
 
@@ -71,7 +71,7 @@ class _About(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A fitted predictor. version: names it in predictions. backbone: folder or hub name, and its
+    """Fitted predictor. version: its name in predictions. backbone: folder or hub name, and its
     fingerprint; both empty for one that reads no text. notes: how it was made and measured; any
     JSON. tuned: the folder of the trained part of the backbone, named `adapter` or `backbone`; None
     where the backbone is unchanged."""
@@ -88,14 +88,16 @@ class Checkpoint:
 
     @property
     def leads(self) -> bool:
-        """Whether it was better on its validation prompts than the estimators without a model."""
+        """Return whether the predictor was better on its validation prompts than the estimators
+        without a model."""
         return self.notes.get("chosen") != "siblings"
 
     def load_backbone(
         self, *, device: str | None = None, dtype: torch.dtype | None = None
     ) -> Backbone:
-        """The backbone that it was fitted with. Raises LearnedError, also for a checkpoint that
-        reads no text, and where another backbone or tokenizer stands in its place."""
+        """Return the backbone that the head was fitted with. Raises LearnedError, also for a
+        checkpoint that reads no text, and where another backbone or tokenizer stands in its
+        place."""
         if not self.reads_text:
             raise LearnedError(f"{self.version}: reads no text, so it has no backbone")
         if self.tuned is None:
@@ -116,14 +118,14 @@ class Checkpoint:
         transcripts: Sequence[Transcript],
         track: Track = lambda over, _: over,
     ) -> Examples:
-        """Moments as its head takes them, in their order. Raises LearnedError."""
+        """Return the moments as examples for the head, in their order. Raises LearnedError."""
         if not self.reads_text:
             return without_text(moments, self.hidden_size)
         return States(self.load_backbone(), transcripts, self.bounds).examples(moments, track)
 
 
 def save(checkpoint: Checkpoint, folder: Path) -> Path:
-    """Write a checkpoint at `folder`, where nothing may be yet: a version is never written over.
+    """Write a checkpoint at `folder`, where nothing may exist yet: a version is never written over.
     Raises OSError."""
     weights = save_tensors(
         {name: tensor.contiguous() for name, tensor in checkpoint.head.state_dict().items()}
@@ -153,7 +155,8 @@ def save(checkpoint: Checkpoint, folder: Path) -> Path:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read what `save` wrote. Raises LearnedError saying which file is wrong and how."""
+    """Read a checkpoint that `save` wrote. Raises LearnedError that names the wrong file and the
+    fault."""
     about = _read_about(folder / ABOUT)
     try:
         weights = (folder / HEAD).read_bytes()
@@ -219,7 +222,7 @@ def _check_tuned(folder: Path, tuned: _Tuned) -> Path:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    """SHA-256 of a folder's files by name. Raises OSError."""
+    """Return the SHA-256 of a folder's files by name. Raises OSError."""
     sums: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         with path.open("rb") as file:
@@ -228,14 +231,14 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 class ModelsFolder:
-    """A folder of versions. It need not be there yet."""
+    """Folder of versions. It need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def current(self) -> Path | None:
-        """The version in use; None where none is. Raises LearnedError where `current` names no
-        version."""
+        """Return the version in use; None where none is. Raises LearnedError where `current` names
+        no version."""
         try:
             version = (self.folder / POINTER).read_text().strip()
         except FileNotFoundError:
@@ -249,8 +252,8 @@ class ModelsFolder:
         return self.folder / version
 
     def add(self, checkpoint: Path, version: str = "") -> Path:
-        """Copy a checkpoint here, as `version` or under its own name, and promote it. Raises
-        LearnedError, also for a version that is there already, OSError."""
+        """Copy a checkpoint into this folder, as `version` or under its own name, and promote it.
+        Raises LearnedError, also for an existing version, and OSError."""
         found = load(checkpoint)
         version = version or found.version
         self.check_new(version)
@@ -259,7 +262,7 @@ class ModelsFolder:
         return folder
 
     def check_new(self, version: str) -> None:
-        """Raises LearnedError for a name that no version can have, and for a version that is there
+        """Raise LearnedError for a name that no version can have, and for a version that is there
         already."""
         if not _can_name_a_version(version):
             raise LearnedError(
@@ -269,7 +272,7 @@ class ModelsFolder:
             raise LearnedError(f"{self.folder / version}: is there already; choose another version")
 
     def promote(self, version: str) -> None:
-        """Make a version the one in use. Raises LearnedError where it is not there or is not whole,
+        """Put a version into use. Raises LearnedError where it is not there or is not whole, and
         OSError."""
         load(self.folder / version)
         replace_file(self.folder / POINTER, f"{version}\n".encode())

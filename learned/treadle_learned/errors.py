@@ -1,6 +1,6 @@
-"""The error of the learned predictor."""
+"""Error of the learned predictor."""
 
 
 class LearnedError(ValueError):
-    """A file, backbone, checkpoint or training that cannot be used; the message says what is wrong
-    and what to do."""
+    """A file, backbone, checkpoint or training that cannot be used; the message states what is
+    wrong and what to do."""

@@ -1,4 +1,4 @@
-"""What a head is trained on: transcripts split by prompt, their moments, and moments as tensors.
+"""Examples to train a head on: transcripts split by prompt, their moments, and moments as tensors.
 
 Invariants: no prompt is in two parts; its part follows from its name and the seed alone, so that a
 prompt that was held out stays held out when transcripts are added. The test prompts are left out
@@ -38,13 +38,13 @@ _HASHES = 1 << 32  # values of crc32
 
 
 def silent(words: str) -> Track:
-    """No progress bar."""
+    """Return a track that shows no progress bar."""
     del words
     return lambda over, _: over
 
 
 class Part(StrEnum):
-    """What a prompt's trajectories are for."""
+    """Use of a prompt's trajectories."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -52,14 +52,14 @@ class Part(StrEnum):
 
 
 def fold_of(prompt_id: str, seed: int = 0) -> int:
-    """The member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which a
-    trained backbone has not read either) to FOLDS - 1. Below 0 for a test prompt."""
+    """Return the member of an ensemble that is fitted without the prompt: from 0 (VALIDATION, which
+    a trained backbone has not read either) to FOLDS - 1. Below 0 for a test prompt."""
     at = zlib.crc32(f"{seed}/{prompt_id}".encode()) / _HASHES
     return math.floor((at - TEST_SHARE) / VALIDATION_SHARE)
 
 
 def part_of(prompt_id: str, seed: int = 0) -> Part:
-    """The part of a prompt."""
+    """Return the part of a prompt."""
     fold = fold_of(prompt_id, seed)
     if fold < 0:
         return Part.TEST
@@ -67,7 +67,7 @@ def part_of(prompt_id: str, seed: int = 0) -> Part:
 
 
 def split(transcripts: Sequence[Transcript], seed: int = 0) -> dict[Part, list[Transcript]]:
-    """The transcripts of each part, in their order."""
+    """Return the transcripts of each part, in their order."""
     parts: dict[Part, list[Transcript]] = {part: [] for part in Part}
     for transcript in transcripts:
         parts[part_of(transcript.prompt_id, seed)].append(transcript)
@@ -76,8 +76,8 @@ def split(transcripts: Sequence[Transcript], seed: int = 0) -> dict[Part, list[T
 
 @dataclass(frozen=True)
 class TrainingSet:
-    """The questions of all prompts but those of the test. moments: numbered by `transcripts`.
-    folds: `fold_of` each moment's prompt, below 0 where every member is fitted on it."""
+    """Questions of all prompts but those of the test. moments: numbered by `transcripts`. folds:
+    `fold_of` each moment's prompt, below 0 where every member is fitted on it."""
 
     transcripts: Sequence[Transcript]
     moments: Sequence[Moment]
@@ -85,7 +85,7 @@ class TrainingSet:
 
     @property
     def train(self) -> list[Moment]:
-        """Moments that a backbone may be trained on."""
+        """Return the moments that a backbone may be trained on."""
         return [
             moment
             for moment, fold in zip(self.moments, self.folds, strict=True)
@@ -94,7 +94,7 @@ class TrainingSet:
 
     @property
     def validation(self) -> list[Moment]:
-        """Moments that a backbone may not be trained on."""
+        """Return the moments that a backbone may not be trained on."""
         return [
             moment
             for moment, fold in zip(self.moments, self.folds, strict=True)
@@ -103,21 +103,22 @@ class TrainingSet:
 
     @property
     def held_out(self) -> list[Moment]:
-        """Moments that some member is fitted without."""
+        """Return the moments that some member is fitted without."""
         return [moment for moment, fold in zip(self.moments, self.folds, strict=True) if fold >= 0]
 
     @property
     def has_text(self) -> bool:
-        """Whether any transcript has a text."""
+        """Return whether any transcript has a text."""
         return any(transcript.has_text for transcript in self.transcripts)
 
     def for_one_member(self) -> TrainingSet:
-        """The same for a head of one member, fitted without the validation prompts: a trained
-        backbone has read all others."""
+        """Return the same set for a head of one member, fitted without the validation prompts: a
+        trained backbone has read all others."""
         return replace(self, folds=[fold if fold == VALIDATION else -1 for fold in self.folds])
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Prompts, trajectories, questions, and censored questions of each part."""
+        """Return how many prompts, trajectories, questions, and censored questions each part
+        has."""
         found: dict[str, dict[str, int]] = {}
         for part, moments in ((Part.TRAIN, self.train), (Part.VALIDATION, self.validation)):
             of = [self.transcripts[index] for index in {moment.index for moment in moments}]
@@ -131,7 +132,7 @@ class TrainingSet:
 
 
 def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0) -> TrainingSet:
-    """The training set of some transcripts, with at most `most` questions, 0 for all. Raises
+    """Return the training set of some transcripts, with at most `most` questions, 0 for all. Raises
     LearnedError."""
     some = draw(
         [each for each in transcripts if part_of(each.prompt_id, seed) is not Part.TEST], seed, most
@@ -149,8 +150,8 @@ def training_set(transcripts: Sequence[Transcript], seed: int = 0, most: int = 0
 
 
 def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transcript]:
-    """As many whole transcripts, in their order, as have at most `most` questions: one of each
-    prompt, then a second of each, and so on. All where `most` is 0."""
+    """Return as many whole transcripts, in their order, as have at most `most` questions: one of
+    each prompt, then a second of each, and so on. All where `most` is 0."""
     if not most:
         return list(transcripts)
     rng = np.random.default_rng(seed)
@@ -175,7 +176,7 @@ def draw(transcripts: Sequence[Transcript], seed: int, most: int) -> list[Transc
 @dataclass(frozen=True)
 class Examples:
     """n questions as tensors. hidden [n, hidden_size]; features [n, FEATURES]; has_text bool [n];
-    targets [n, 2]: ln(1 + remaining tokens), ln(1 + remaining turns), at least that where censored,
+    targets [n, 2]: ln(1 + remaining tokens), ln(1 + remaining turns); at least that where censored,
     bool [n]; prompts [n]: a number for each prompt."""
 
     hidden: Tensor
@@ -189,12 +190,12 @@ class Examples:
         return len(self.features)
 
     def of(self, which: Tensor) -> Examples:
-        """Some of the questions, by index."""
+        """Return some of the questions, by index."""
         return Examples(*(getattr(self, each.name)[which] for each in fields(self)))
 
 
 def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]) -> Examples:
-    """Moments with the hidden state of each, and whether it has text."""
+    """Return moments as examples, with the hidden state of each and whether it has text."""
     answers = [[moment.remaining_tokens, moment.remaining_turns] for moment in moments]
     return Examples(
         hidden,
@@ -207,12 +208,12 @@ def examples(moments: Sequence[Moment], hidden: Tensor, has_text: Sequence[bool]
 
 
 def without_text(moments: Sequence[Moment], hidden_size: int) -> Examples:
-    """Moments as a head takes them that does not read."""
+    """Return moments as examples for a head that does not read."""
     return examples(moments, torch.zeros(len(moments), hidden_size), [False] * len(moments))
 
 
 class States:
-    """The backbone's hidden states at the moments of some transcripts, each computed once."""
+    """Hidden states of the backbone at the moments of some transcripts, each computed once."""
 
     def __init__(
         self, backbone: Backbone, transcripts: Sequence[Transcript], bounds: Bounds
@@ -226,7 +227,7 @@ class States:
         ] = {}  # samples with no text but the prompt are alike
 
     def examples(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> Examples:
-        """Moments with their states; zeros where a transcript has no text."""
+        """Return moments as examples with their states; zeros where a transcript has no text."""
         last: dict[int, int] = {}
         for moment in moments:
             if self._transcripts[moment.index].has_text:

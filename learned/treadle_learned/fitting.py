@@ -4,11 +4,11 @@ head.
 `fit` leaves the backbone as it is: seconds instead of hours where there is no GPU. Every member of
 the head is fitted without its fold of the prompts, all members at once. `tune` trains the backbone
 too: one pass over a window answers all its questions, with gradients. The head comes fitted to the
-untrained backbone's states, so that already the first gradients say what would help it (Kumar et
-al. 2022, fine-tuning after linear probing).
+untrained backbone's states, so that already the first gradients point to what would help it (Kumar
+et al. 2022, fine-tuning after linear probing).
 
-Invariants: no member is fitted on its fold; the result is of the epoch with the least loss on what
-each member has not seen, then calibrated; the same seed gives the same result.
+Invariants: no member is fitted on its fold; the result is of the epoch with the least loss on
+examples that each member has not seen, then calibrated; the same seed gives the same result.
 """
 
 import copy
@@ -39,7 +39,8 @@ MOST_GRADIENT = 1.0  # the norm that the gradients of a backbone and its head ar
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a head is fitted. patience: epochs without a better validation loss before it stops."""
+    """Options of the fit of a head. patience: epochs without a better validation loss before it
+    stops."""
 
     epochs: int = 200
     patience: int = 20
@@ -51,8 +52,8 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a backbone is trained. windows: read before each update. Learning rates: of adapters, of
-    whole weights, of the head."""
+    """Options of the training of a backbone. windows: read before each update. Learning rates: of
+    adapters, of whole weights, of the head."""
 
     epochs: int = 3
     patience: int = 1
@@ -66,8 +67,8 @@ class Tuning:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A calibrated head, the epoch it is of, and its loss before calibration on what its members
-    were not fitted on."""
+    """Calibrated head, its epoch, and its loss before calibration on examples that its members were
+    not fitted on."""
 
     head: QuantileHead
     epoch: int
@@ -77,8 +78,8 @@ class Fitted:
 def fit(
     examples: Examples, folds: Tensor, how: Fitting | None = None, bar: Bar = silent, name: str = ""
 ) -> Fitted:
-    """folds [n]: the member that is fitted without the example, from 0; below 0 for none. A prompt
-    is in one fold. Raises LearnedError."""
+    """Fit a head to examples. folds [n]: the member that is fitted without the example, from 0;
+    below 0 for none. A prompt is in one fold. Raises LearnedError."""
     how = how or Fitting()
     members = int(folds.max()) + 1 if len(folds) else 0
     fitted_on = folds != torch.arange(members)[:, None]  # [members, n]
@@ -174,7 +175,7 @@ def tune(
 @dataclass(frozen=True)
 class _Passage:
     """One pass of the backbone: ids, none for transcripts without text, and the example that each
-    of its ends asks."""
+    of its ends answers."""
 
     ids: Ids
     ends: list[int]

@@ -1,11 +1,11 @@
-"""The head: from the backbone's hidden states and the numeric features to quantiles of what is
+"""Head that maps the backbone's hidden states and the numeric features to quantiles of what is
 left.
 
 It gives p10, p50 and p90 of ln(1 + remaining tokens) and of ln(1 + remaining turns). The medians
-are corrections of what the estimators without a model say (a feature), so that a head that has
-learned nothing repeats them. A head may have several members, small networks of which each was
-fitted without another fold of the prompts, and gives their mean: it averages out what a member has
-learned from chance, and a prompt is scored by a member that has not seen it.
+are corrections of the answers of the estimators without a model (a feature), so that a head that
+has learned nothing repeats them. A head may have several members, small networks of which each was
+fitted without another fold of the prompts, and gives their mean: that averages out what a member
+has learned from chance, and a prompt is scored by a member that has not seen it.
 
 How far the head is ahead of those estimators differs by step: its quantiles of tokens are mixed
 with theirs, with the weight that has the least loss on prompts that a member was not fitted on, one
@@ -18,8 +18,8 @@ member errs by more than the mean of all, which makes up for it (over 20 draws o
 .10 and .89 were below p10 and p90; with it, over 8 of them, .08 and .92).
 
 Invariants: quantiles never fall with the probability and are never below 0; without text the hidden
-state counts for nothing; what a member was fitted on does not calibrate it, and neither does what
-is censored.
+state counts for nothing; examples that a member was fitted on do not calibrate it, and neither do
+censored ones.
 """
 
 import math
@@ -50,16 +50,16 @@ BANDS = (
 )  # steps from which on calibration differs: errors shrink with what is known, and grow late
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the head that are tried
-ROWS = 4_096  # that are asked about at once: each member has a copy of the states
+ROWS = 4_096  # questions at once: each member has a copy of the states
 # ln of a factor of 2.7 from the median to either side, before anything is learned: softplus of this
 # is about 1.
 INITIAL_SPREAD = 0.54
 
 
 class QuantileHead(nn.Module):
-    """[n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In each of
-    BANDS, `weight`: of its own quantiles of tokens beside those without a model; `shift`: what
-    calibration adds."""
+    """Network from [n, hidden_size] and [n, len(FEATURES)] to [n, len(TARGETS), len(QUANTILES)]. In
+    each of BANDS, `weight`: of its own quantiles of tokens beside those without a model; `shift`:
+    the correction by calibration."""
 
     def __init__(
         self, hidden_size: int, members: int = 1, width: int = WIDTH, dropout: float = DROPOUT
@@ -81,12 +81,12 @@ class QuantileHead(nn.Module):
         self.register_buffer("shift", torch.zeros(len(BANDS), len(TARGETS), len(QUANTILES)))
 
     def scale_to(self, features: Tensor) -> None:
-        """Set the mean and deviation of each feature from these, [n, len(FEATURES)]."""
+        """Set the mean and deviation of each feature from these features, [n, len(FEATURES)]."""
         cast("Tensor", self.mean).copy_(features.mean(dim=0))
         cast("Tensor", self.deviation).copy_(features.std(dim=0, correction=0).clamp_min(1e-3))
 
     def forward(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """Mixed and calibrated quantiles of the members' mean. has_text: bool [n]."""
+        """Return the mixed and calibrated quantiles of the members' mean. has_text: bool [n]."""
         return self.finish(self.each(hidden, features, has_text).mean(dim=0), features)
 
     def finish(self, quantiles: Tensor, features: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class QuantileHead(nn.Module):
         return torch.cummax(mixed + cast("Tensor", self.shift)[bands], dim=-1).values.clamp_min(0.0)
 
     def each(self, hidden: Tensor, features: Tensor, has_text: Tensor) -> Tensor:
-        """The quantiles of each member before calibration, [members, n, len(TARGETS),
+        """Return the quantiles of each member before calibration, [members, n, len(TARGETS),
         len(QUANTILES)]."""
         scaled = (features - cast("Tensor", self.mean)) / cast("Tensor", self.deviation)
         text = (
@@ -116,8 +116,8 @@ class QuantileHead(nn.Module):
 
 
 class _Linear(nn.Module):
-    """[members, n, inputs] to [members, n, outputs], each member by its own weights, initialised as
-    `nn.Linear`'s."""
+    """Linear layer from [members, n, inputs] to [members, n, outputs], each member by its own
+    weights, initialised as `nn.Linear`'s."""
 
     def __init__(self, members: int, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -130,21 +130,21 @@ class _Linear(nn.Module):
 
 
 def band_of(features: Tensor) -> Tensor:
-    """The index in BANDS of each question, [n], by the steps that were seen."""
+    """Return the index in BANDS of each question, [n], by the number of finished steps."""
     edges = torch.log1p(torch.tensor(BANDS[1:], dtype=features.dtype, device=features.device) - 0.5)
     return torch.bucketize(features[:, TURN].contiguous(), edges)
 
 
 def mix(quantiles: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """Quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside what is said without
-    a model."""
+    """Return the quantiles [n, targets, quantiles] whose tokens have `weight` [n] beside the
+    estimate without a model."""
     tokens = torch.lerp(features[:, SAID], quantiles[:, 0], weight[:, None])
     return torch.stack([tokens, *quantiles.unbind(dim=1)[1:]], dim=1)
 
 
 def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
-    """The pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
-    quantiles] for targets [n, targets], all in ln(1 + x). What is `censored`, bool [n], is at least
+    """Return the pinball loss [..., n], the mean over targets and quantiles, of [..., n, targets,
+    quantiles] for targets [n, targets], all in ln(1 + x). A `censored` value, bool [n], is at least
     its target: it costs only where less was predicted."""
     short = targets[..., None] - quantiles
     levels = torch.tensor(QUANTILES, dtype=quantiles.dtype, device=quantiles.device)
@@ -158,7 +158,7 @@ def pinball(quantiles: Tensor, targets: Tensor, censored: Tensor) -> Tensor:
 def predict_held_out(
     head: QuantileHead, examples: Examples, folds: Tensor
 ) -> tuple[Examples, Tensor]:
-    """The examples that some member was not fitted on, and that member's quantiles before
+    """Return the examples that some member was not fitted on, and that member's quantiles before
     calibration, [n, targets, quantiles]. folds [n]: the member, below 0 for examples that all were
     fitted on."""
     head.eval()
@@ -207,7 +207,7 @@ def calibrate(head: QuantileHead, examples: Examples, folds: Tensor) -> None:
 
 
 def _tails(errors: Tensor) -> Tensor:
-    """The quantile of errors [n, targets, quantiles] at each level."""
+    """Return the quantile of errors [n, targets, quantiles] at each level."""
     return torch.stack(
         [torch.quantile(errors[:, :, at], level, dim=0) for at, level in enumerate(QUANTILES)],
         dim=-1,
@@ -216,20 +216,21 @@ def _tails(errors: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def loss_of(head: QuantileHead, examples: Examples) -> float:
-    """The pinball loss over tokens and turns."""
+    """Return the pinball loss over tokens and turns."""
     head.eval()
     quantiles = head(examples.hidden, examples.features, examples.has_text)
     return float(pinball(quantiles, examples.targets, examples.censored).mean())
 
 
 def loss_held_out(head: QuantileHead, examples: Examples, folds: Tensor) -> float:
-    """The same before calibration, of each example by the member that was not fitted on it."""
+    """Return the loss of `loss_of` before calibration, of each example by the member that was not
+    fitted on it."""
     held_out, quantiles = predict_held_out(head, examples, folds)
     return float(pinball(quantiles, held_out.targets, held_out.censored).mean())
 
 
 @torch.inference_mode()
 def remaining_tokens(head: QuantileHead, asked: Examples) -> Floats:
-    """p10, p50, p90 of each example, [n, 3]."""
+    """Return p10, p50, p90 of each example, [n, 3]."""
     logs = head(asked.hidden, asked.features, asked.has_text)[:, 0]
     return np.asarray(torch.expm1(logs).numpy(), np.float64)

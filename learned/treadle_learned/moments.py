@@ -1,9 +1,9 @@
-"""The moments of a trajectory at which a predictor is asked how much is left, with what is known
-then and the answer.
+"""Moments of a trajectory at which a predictor answers how much is left, with what is known then
+and the answer.
 
 A moment comes before the first step and after each step but the last (Heddle 4.1 decomposes history
-so). Its features are numbers: the trajectory's own progress, its siblings so far, and what the
-estimators without a model say. They stand beside the text in the learned predictor, and they are
+so). Its features are numbers: the trajectory's own progress, its siblings so far, and the answers
+of the estimators without a model. They stand beside the text in the learned predictor, and they are
 all that the gradient-boosted baseline sees.
 
 Invariants: nothing is known that came later than the moment. All trajectories of a replay run side
@@ -56,23 +56,23 @@ FEATURES = (
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Finished steps of a trajectory; last_obs_tokens: what its last finished tool answered. All 0
-    before the first."""
+    """Finished steps of a trajectory; last_obs_tokens: tokens of the last finished tool's answer.
+    All 0 before the first."""
 
     last_tokens: int = 0
     longest_tokens: int = 0
     last_obs_tokens: int = 0
 
     def after(self, gen_tokens: int, obs_tokens: int) -> Steps:
-        """The same with one more step."""
+        """Return the steps with one more."""
         return Steps(gen_tokens, max(self.longest_tokens, gen_tokens), obs_tokens)
 
 
 @dataclass(frozen=True)
 class Moment:
-    """A question about trajectory `index` of those replayed, after `turn` steps. remaining_tokens,
+    """Question about trajectory `index` of those replayed, after `turn` steps. remaining_tokens,
     remaining_turns: the answer, or the least it can be where the transcript is censored. forecast:
-    what the estimators without a model said."""
+    of the estimators without a model."""
 
     index: int
     prompt_id: str
@@ -92,8 +92,9 @@ def features_of(
     forecast: Forecast,
     weight_version: str = "",
 ) -> Vector | None:
-    """The features of a trajectory by `evidence`; None where its group is not known. forecast: of
-    the estimators without a model. weight_version: that samples the trajectory."""
+    """Return the features of a trajectory by `evidence`; None where its group is not known.
+    forecast: of the estimators without a model. weight_version: the version that samples the
+    trajectory."""
     found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
     if found is None:
         return None
@@ -144,8 +145,8 @@ def replay(
     *,
     asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of all transcripts whose turn is `asked`, in the order in which they would have
-    come. earlier: those that ended before the first begins."""
+    """Return the moments of all transcripts for whose turn `asked` is true, in the order in which
+    they would have come. earlier: those that ended before the first begins."""
     evidence = Evidence()
     for transcript in earlier:
         evidence.close_trajectory(ended(transcript))
@@ -176,11 +177,11 @@ def replay_apart(
     *,
     asked: Callable[[int], bool] = lambda turn: True,
 ) -> list[Moment]:
-    """The moments of training transcripts: one fold of the prompts at a time, with the other folds
-    as history. folds: the fold of each transcript; a prompt is in one fold.
+    """Return the moments of training transcripts: one fold of the prompts at a time, with the other
+    folds as history. folds: the fold of each transcript; a prompt is in one fold.
 
     So they know as much of earlier trajectories as later questions will, and nothing of themselves;
-    replayed all at once they would be a mesh's first, with a prior for history.
+    replayed all at once they would be the first of a mesh, with a prior for history.
     """
     moments: list[Moment] = []
     for number in sorted(set(folds)):
@@ -192,7 +193,7 @@ def replay_apart(
 
 
 def ended(transcript: Transcript) -> Ended:
-    """A transcript as evidence."""
+    """Return a transcript as evidence."""
     return Ended(
         transcript.trajectory_id,
         transcript.rollout_id,
@@ -205,7 +206,7 @@ def ended(transcript: Transcript) -> Ended:
 
 
 class _Track:
-    """How far one trajectory has come in the replay."""
+    """Progress of one trajectory in the replay."""
 
     def __init__(self, index: int, transcript: Transcript) -> None:
         self.index = index
@@ -250,7 +251,7 @@ class _Track:
 
 
 def _in_time(tracks: Sequence[_Track]) -> list[tuple[_Track, int]]:
-    """(trajectory, finished steps) in the order of tokens sampled by then."""
+    """Return (trajectory, finished steps) in the order of tokens sampled by then."""
     events = [
         (gen_tokens, track, turn)
         for track in tracks

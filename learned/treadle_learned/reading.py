@@ -1,15 +1,15 @@
-"""What the backbone reads of a trajectory: its prompt, its first step (the plan, which Heddle 4.1
-calls the strongest early sign) and its newest steps, each shortened to a bound.
+"""Text of a trajectory that the backbone reads: its prompt, its first step (the plan, which Heddle
+4.1 calls the strongest early sign) and its newest steps, each shortened to a bound.
 
-A question is asked while the tool of the last step runs: what that tool will say is not known yet,
-and is read with the next step. Invariants: the reading only grows, by a step at its end, so that
-the hidden states of what was read before are used again: in training one pass over a window answers
-for all its steps, in serving only the new step runs. When a window is full, the next one starts
-with the prompt, the plan and the steps that came after this one was half full; they are known
-early, so that serving can read the next window before it is due. A transcript gives the same
-windows, whether it is read at once or step by step. A decoder is causal: the keys and values of a
-beginning are the same whatever follows, so another window, or another sample of the same prompt,
-can be read on from there.
+A question comes while the tool of the last step runs: that tool's answer is not known yet, and is
+read with the next step. Invariants: the reading only grows, by a step at its end, so that the
+hidden states of earlier readings are used again: in training one pass over a window answers for all
+its steps, in serving only the new step runs. When a window is full, the next one starts with the
+prompt, the plan and the steps that came after this one was half full; they are known early, so that
+serving can read the next window before it is due. A transcript gives the same windows, whether it
+is read at once or step by step. A decoder is causal: the keys and values of a beginning are the
+same whatever follows, so another window, or another sample of the same prompt, can be read on from
+there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Tokenize = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Bounds:
-    """Most tokens of each part: prompt; first step; later steps; tool answers; the whole window.
-    Raises ValueError for a window without room for a prompt, a plan and two steps."""
+    """Bounds in tokens of each part: prompt; first step; later steps; tool answers; the whole
+    window. Raises ValueError for a window without room for a prompt, a plan and two steps."""
 
     prompt_tokens: int = 192
     plan_tokens: int = 96
@@ -53,16 +53,16 @@ class Bounds:
 @dataclass(frozen=True)
 class Window:
     """Token ids in one run of the backbone. ends: (steps finished, ids read by then) of each
-    question it answers."""
+    question that it answers."""
 
     ids: Ids
     ends: tuple[tuple[int, int], ...]
 
 
 class Reader:
-    """The reading of one trajectory while it runs. ids: of the present window; number: of the
-    window, from 0. next_ids: the beginning of the next window as far as it is known; nothing before
-    the present one is half full."""
+    """Reading of one trajectory while it runs. ids: of the present window; number: of the window,
+    from 0. next_ids: the beginning of the next window as far as it is known; empty before the
+    present one is half full."""
 
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
@@ -76,11 +76,11 @@ class Reader:
 
     @property
     def room(self) -> int:
-        """Tokens that this window has left."""
+        """Return how many tokens this window has left."""
         return self._bounds.window_tokens - len(self.ids)
 
     def step(self, observation: Ids, text: Ids) -> None:
-        """Add a step, and what the tool before it answered; nothing before the first step."""
+        """Add a step, and the answer of the tool before it; empty before the first step."""
         bounds = self._bounds
         if not self._has_plan:
             self._has_plan = True
@@ -98,8 +98,8 @@ class Reader:
 
 
 def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[Window]:
-    """The windows of a transcript, with a question before the first step and after each but the
-    last."""
+    """Return the windows of a transcript, with a question before the first step and after each but
+    the last."""
     reader = Reader(bounds, tuple(tokenize(transcript.prompt)))
     found: list[Window] = []
     ids, ends = reader.ids, [(0, len(reader.ids))]
@@ -117,8 +117,8 @@ def windows(transcript: Transcript, tokenize: Tokenize, bounds: Bounds) -> list[
 
 
 def shorten(ids: Ids, most: int) -> Ids:
-    """At most `most` ids, half from the beginning, which says what is done, and half from the end,
-    how it went."""
+    """Return at most `most` ids, half from the beginning, which has the intention, and half from
+    the end, which has the result."""
     if len(ids) <= most:
         return ids
     head = (most + 1) // 2
@@ -127,23 +127,24 @@ def shorten(ids: Ids, most: int) -> Ids:
 
 @dataclass
 class Read:
-    """What has been read of a trajectory: the ids, and their keys and values in every layer."""
+    """Beginning of a trajectory that has been read: the ids, and their keys and values in every
+    layer."""
 
     ids: Ids
     cache: DynamicCache
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the keys and values."""
+        """Return the bytes of the keys and values."""
         return sum(keys.nbytes + values.nbytes for keys, values in layers(self.cache))
 
     def beginning(self, count: int) -> Read:
-        """A copy of the first `count` ids."""
+        """Return a copy of the first `count` ids."""
         return Read(self.ids[:count], cut(self.cache, 0, 0, count))
 
     def usable_for(self, ids: Ids) -> Read | None:
-        """Where reading `ids` can continue, with at least one id left to read: itself, or a copy of
-        the beginning that both share; None where they share nothing."""
+        """Return the reading from which reading `ids` can continue, with at least one id left to
+        read: itself, or a copy of the beginning that both share; None where they share nothing."""
         count = min(shared_prefix(self.ids, ids), len(ids) - 1)
         if count == len(self.ids):
             return self
@@ -151,7 +152,7 @@ class Read:
 
 
 def shared_prefix(one: Ids, other: Ids) -> int:
-    """The length of the common beginning."""
+    """Return the length of the common beginning of two texts."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:  # the usual case, compared in C
         return most
@@ -159,13 +160,13 @@ def shared_prefix(one: Ids, other: Ids) -> int:
 
 
 def layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values, [batch, heads, tokens, width], of each layer."""
+    """Return the keys and values, [batch, heads, tokens, width], of each layer."""
     plain: Sequence[Any] = cache.layers  # plain attention, which alone `DynamicCache()` makes
     return [(layer.keys, layer.values) for layer in plain]
 
 
 def cut(cache: DynamicCache, row: int, first: int, end: int) -> DynamicCache:
-    """A copy of the tokens from `first` up to `end` of one row."""
+    """Return a copy of the tokens from `first` up to `end` of one row."""
     own = DynamicCache()
     which = slice(row, row + 1), slice(None), slice(first, end)
     for number, (keys, values) in enumerate(layers(cache)):

@@ -17,9 +17,9 @@ from treadle_learned.transcript import Transcript
 
 @dataclass(frozen=True)
 class Refit:
-    """The result. loss: over the validation questions, of the member that was fitted without them;
-    current_loss: of the version that was in use, on the same questions; None where there was none.
-    """
+    """Result of a training. loss: over the validation questions, of the member that was fitted
+    without them; current_loss: of the version that was in use, on the same questions; None where
+    there was none."""
 
     version: str
     promoted: bool

@@ -7,8 +7,9 @@ between p10 and p90; below_p10, below_p50, below_p90: share of the truths at or 
 have one row a question; quantiles [n, 3].
 
 Answers of several predictors (one a fold) are in parts: what ranks (recall, pearson, pearson_log)
-is scored within each part and averaged by size. Pooled, a predictor that says the same of all would
-seem to rank: each fold's constant is the mean of the others, which is low where its own is long.
+is scored within each part and averaged by size. Pooled, a predictor with the same answer for all
+would seem to rank: each fold's constant is the mean of the others, which is low where its own is
+long.
 
 A comparison has a row for each step and estimator. Scores of steps 0, 1 and 2 are of the same
 trajectories, those of more than two steps, so that only what is known differs; scores of later
@@ -43,7 +44,7 @@ OVERRUN = (
     0.25  # of what it has done is taken to be left of a trajectory that has outlived its average
 )
 Z_90 = 1.2816  # standard deviations from the median to p90 of a normal distribution
-WIDEST = 1.0  # the spread of ln tokens where too little came before to tell
+WIDEST = 1.0  # the spread of ln tokens where too little came before to measure it
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ class Answers:
     parts: Numbers
 
     def of(self, which: Numbers) -> Answers:
-        """Some of the questions, by index."""
+        """Return some of the questions, by index."""
         return Answers(*(getattr(self, each.name)[which] for each in fields(self)))
 
     @property
     def totals(self) -> Floats:
-        """Tokens of the whole trajectories."""
+        """Return the tokens of the whole trajectories."""
         return self.gen_tokens + self.remaining
 
     @property
     def predicted(self) -> Floats:
-        """Predicted tokens of the whole trajectories, by the medians."""
+        """Return the predicted tokens of the whole trajectories, by the medians."""
         return self.gen_tokens + self.quantiles[:, 1]
 
 
@@ -78,29 +79,31 @@ Score = Callable[[Answers], float]
 
 
 def recall(answers: Answers) -> float:
-    """Ties count as picked at random."""
+    """Return the recall of the longest tenth; ties count as picked at random."""
     return _within_parts(answers, lambda some: recall_of_longest(some.totals, some.predicted))
 
 
 def pearson(answers: Answers) -> float:
-    """0 where either does not vary."""
+    """Return the correlation of predicted and true totals; 0 where either does not vary."""
     return _within_parts(answers, lambda some: correlation(some.totals, some.predicted))
 
 
 def pearson_log(answers: Answers) -> float:
-    """0 where either does not vary."""
+    """Return the correlation of the logarithms of predicted and true totals; 0 where either does
+    not vary."""
     return _within_parts(
         answers, lambda some: correlation(np.log(some.totals), np.log1p(some.predicted))
     )
 
 
 def pinball(answers: Answers) -> float:
-    """A censored question costs only where less than it reached was predicted."""
+    """Return the mean pinball loss. A censored question costs only where the prediction is less
+    than its known part."""
     return float(pinball_each(answers.quantiles, answers.remaining, answers.censored).mean())
 
 
 def pinball_each(quantiles: Floats, remaining: Floats, censored: Flags) -> Floats:
-    """`pinball` of each row."""
+    """Return the pinball loss of each row, as in `pinball`."""
     short = np.log1p(remaining)[:, None] - np.log1p(quantiles)
     levels = np.array(QUANTILES)
     loss = np.maximum(levels * short, (levels - 1.0) * short)
@@ -109,21 +112,21 @@ def pinball_each(quantiles: Floats, remaining: Floats, censored: Flags) -> Float
 
 
 def coverage_80(answers: Answers) -> float:
-    """Of the trajectories that ended by themselves."""
+    """Return the coverage of p10 to p90, of the trajectories that ended by themselves."""
     return _share(answers, lambda remaining, q: (q[:, 0] <= remaining) & (remaining <= q[:, 2]))
 
 
 def below(answers: Answers, level: int) -> float:
-    """Of the trajectories that ended by themselves, the share at or below p10 (0), p50 (1), p90
-    (2)."""
+    """Return the share at or below p10 (0), p50 (1), p90 (2), of the trajectories that ended by
+    themselves."""
     return _share(answers, lambda remaining, q: remaining <= q[:, level])
 
 
 def intervals(
     answers: Answers, of: Mapping[str, Score], seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """The 95% bootstrap interval of each score. Prompts are drawn whole, since samples of one
-    prompt are not independent; each part keeps its number of prompts."""
+    """Return the 95% bootstrap interval of each score. Prompts are drawn whole, since samples of
+    one prompt are not independent; each part keeps its number of prompts."""
     rng = np.random.default_rng(seed)
     order = np.argsort(answers.prompts, kind="stable")
     _, first, count = np.unique(answers.prompts[order], return_index=True, return_counts=True)
@@ -182,8 +185,8 @@ class Asked:
 def rows(
     data: str, asked: Asked, *, seed: int = 0, with_intervals: bool = True
 ) -> list[dict[str, Any]]:
-    """One row for each step and estimator: data, step, estimator, number of trajectories compared,
-    and each score with its 95% interval, e.g. pinball and pinball_interval. Steps that no
+    """Return one row for each step and estimator: data, step, estimator, number of trajectories
+    compared, and each score with its 95% interval, e.g. pinball and pinball_interval. Steps that no
     trajectory goes beyond have no rows."""
     names = [transcript.prompt_id for transcript in asked.transcripts]
     numbers = np.unique(names, return_inverse=True)[1]
@@ -220,7 +223,7 @@ def rows(
 
 
 def forecasts(moments: Sequence[Moment]) -> Floats:
-    """The estimates without a model: siblings so far, history, the prior."""
+    """Return the estimates without a model: siblings so far, history, the prior."""
     said = [moment.forecast.remaining_tokens for moment in moments]
     return np.array([[each.p10, each.p50, each.p90] for each in said], np.float64).reshape(
         len(said), 3
@@ -228,20 +231,21 @@ def forecasts(moments: Sequence[Moment]) -> Floats:
 
 
 def truth(moments: Sequence[Moment]) -> Floats:
-    """The oracle's answers."""
+    """Return the oracle's answers."""
     left = np.array([moment.remaining_tokens for moment in moments], np.float64)
     return np.column_stack([left, left, left])
 
 
 def subtract_sampled(totals: Floats, moments: Sequence[Moment]) -> Floats:
-    """What is left of predicted totals, [n, 3]; some where a trajectory has outlived them."""
+    """Return the rest of predicted totals, [n, 3]; still above 0 where a trajectory has outlived
+    them."""
     done = np.array([moment.gen_tokens for moment in moments], np.float64)[:, None]
     return np.maximum(totals - done, OVERRUN * done)
 
 
 class PromptAverage:
-    """An exponential moving average of ln(1 + tokens) for each prompt, which Heddle 4.1 calls
-    static; a prompt without history has the average of all.
+    """Predictor by an exponential moving average of ln(1 + tokens) for each prompt, which Heddle
+    4.1 calls static; a prompt without history has the average of all.
 
     The spread is that of all earlier trajectories around their own prompt's average before them. Of
     the trajectory itself only its sampled tokens are used. A cut trajectory counts as it is: that
@@ -264,7 +268,7 @@ class PromptAverage:
         self._spread = float(np.std(errors)) if len(errors) > 1 else WIDEST
 
     def predict(self, moments: Sequence[Moment]) -> Floats:
-        """Remaining tokens [n, 3]."""
+        """Return the predicted remaining tokens [n, 3]."""
         logs = np.array([self._of_prompt.get(moment.prompt_id, self._of_all) for moment in moments])
         totals = np.expm1(logs[:, None] + self._spread * np.array([-Z_90, 0.0, Z_90]))
         return subtract_sampled(totals, moments)

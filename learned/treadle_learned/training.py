@@ -1,9 +1,9 @@
 """Train a predictor: from transcripts to a checkpoint.
 
 A head is fitted with the text and one without it; the checkpoint is the one with the lower loss on
-prompts that it was not fitted on, and says whether it was lower than that of the estimators without
-a model. Invariants: the test prompts are never looked at; the checkpoint appears whole or not at
-all, and no existing one is changed.
+prompts that it was not fitted on, and notes whether it was lower than that of the estimators
+without a model. Invariants: the test prompts are never looked at; the checkpoint appears whole or
+not at all, and no existing one is changed.
 """
 
 import tempfile
@@ -38,8 +38,8 @@ NO_TEXT = 1  # the width of the state of a head that reads nothing; a head has a
 @dataclass(frozen=True)
 class Training:
     """Options of a training. version: the checkpoint's name. backbone: folder or hub name, empty to
-    learn from numbers alone; tuned: what an earlier training made of it. epochs, max_tuples: at
-    most, 0 for the usual number, or all. seed: of the split, the drawing and the fits."""
+    learn from numbers alone; tuned: its trained part from an earlier training. epochs, max_tuples:
+    at most, 0 for the usual number, or all. seed: of the split, the drawing and the fits."""
 
     version: str
     backbone: str = ""
@@ -55,7 +55,7 @@ class Training:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A head with the backbone that it reads by. notes: how it came about."""
+    """Head with the backbone that it reads by. notes: how it was made."""
 
     fitted: Fitted
     backbone: Backbone | None = None
@@ -66,7 +66,8 @@ class _Candidate:
 def train(
     transcripts: list[Transcript], how: Training, out: Path, *, bar: Bar = silent
 ) -> Checkpoint:
-    """Write the checkpoint at `out`, where nothing may be yet. Raises LearnedError, OSError."""
+    """Train a predictor and write its checkpoint at `out`, where nothing may exist yet. Raises
+    LearnedError, OSError."""
     if out.exists():
         raise LearnedError(
             f"{out}: is there already, and a predictor is never written over: name another folder"
@@ -96,7 +97,8 @@ def train(
 
 
 def loss_without_a_model(moments: Sequence[Moment]) -> float:
-    """The pinball loss over tokens and turns (`head.loss_of`) of the estimators without a model."""
+    """Return the pinball loss over tokens and turns (`head.loss_of`) of the estimators without a
+    model."""
     forecasts = [
         (moment.forecast.remaining_tokens, moment.forecast.remaining_turns) for moment in moments
     ]

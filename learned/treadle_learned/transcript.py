@@ -1,9 +1,9 @@
 """Transcripts: trajectories that have ended, with their texts where those are known, and files of
 them.
 
-A transcript says what happened; nothing here shortens it, though whoever recorded the texts may
+A transcript records what happened; nothing here shortens it, though the recorder of the texts may
 have. A file is JSON Lines, one transcript a line, gzip where the name ends in .gz. Invariants:
-`read_transcripts` gives back what `write_transcripts` wrote, and the same transcripts give the same
+`read_transcripts` returns what `write_transcripts` wrote, and the same transcripts give the same
 bytes; a file is written whole or not at all, and read whole or not at all; an error names its line
 and field.
 """
@@ -42,9 +42,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Transcript:
-    """One trajectory. rollout_id: of the batch it was sampled in, which with prompt_id makes its
-    group. censored: it was cut and would have gone on. max_total_tokens: the cap on sampled tokens,
-    0 for none. weight_version: the policy's that sampled it, empty where it is not known."""
+    """One trajectory. rollout_id: of the batch that it was sampled in, which with prompt_id makes
+    its group. censored: it was cut and would have gone on. max_total_tokens: the cap on sampled
+    tokens, 0 for none. weight_version: of the policy that sampled it, empty where it is not
+    known."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -60,12 +61,12 @@ class Transcript:
 
     @cached_property
     def gen_tokens(self) -> int:
-        """Sampled over all turns."""
+        """Return the tokens sampled over all turns."""
         return sum(turn.gen_tokens for turn in self.turns)
 
     @property
     def has_text(self) -> bool:
-        """Whether any text of it is known."""
+        """Return whether any text of the transcript is known."""
         return bool(self.prompt) or any(turn.text for turn in self.turns)
 
 
@@ -73,13 +74,13 @@ _ADAPTER = TypeAdapter(Transcript)
 
 
 def version_number(weight_version: str) -> int | None:
-    """The number of a weight version, as RL loops number them; None for other names, whose distance
-    is not known."""
+    """Return the number of a weight version, as RL loops number them; None for other names, whose
+    distance is not known."""
     return int(weight_version) if weight_version.isdecimal() else None
 
 
 def write_transcripts(transcripts: Sequence[Transcript], path: Path) -> None:
-    """Replace the file at `path`. Raises OSError."""
+    """Write transcripts to `path`, in place of what is there. Raises OSError."""
     content = b"".join(
         _ADAPTER.dump_json(each, exclude_defaults=True) + b"\n" for each in transcripts
     )
@@ -87,8 +88,8 @@ def write_transcripts(transcripts: Sequence[Transcript], path: Path) -> None:
 
 
 def read_transcripts(path: Path) -> list[Transcript]:
-    """The transcripts of a file, in its order; blank lines are skipped. Raises LearnedError, also
-    for a file without transcripts and for a trajectory on two lines."""
+    """Return the transcripts of a file, in its order; blank lines are skipped. Raises LearnedError,
+    also for a file without transcripts and for a trajectory on two lines."""
     found: list[Transcript] = []
     lines: dict[str, int] = {}
     for number, content in _lines(path):

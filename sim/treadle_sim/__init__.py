@@ -1,2 +1,2 @@
-"""Discrete-event simulator of a rollout: drives the scheduler's own controller under a virtual
-clock."""
+"""Discrete-event simulator of a rollout, which drives the scheduler's own controller under a
+virtual clock."""

@@ -1,4 +1,4 @@
-"""The batch of sequences that a simulated engine decodes together, computed from event to event in
+"""Batch of sequences that a simulated engine decodes together, computed from event to event in
 closed form.
 
 Nothing happens token by token. A counter holds the decode steps since the engine began, as a
@@ -27,7 +27,7 @@ TOKEN_ROUNDING = 1e-6  # tokens; a count this near a whole one is whole
 
 @dataclass(slots=True)
 class EngineStep:
-    """A step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens
+    """Step at an engine. index: of its trajectory. context_tokens: at its start. done: tokens
     sampled before its present admission. The *_s fields add up its time so far; since_s: up to
     when. queue_s: all waits; preempted_s, weights_s: those of them after an eviction, and in an
     update of the weights. end_at: on the count of its batch."""
@@ -54,17 +54,17 @@ class EngineStep:
 
     @property
     def reserved_tokens(self) -> int:
-        """KV tokens that the step needs until its end."""
+        """Return the KV tokens that the step needs until its end."""
         return self.context_tokens + self.gen_tokens
 
     @property
     def own_tokens(self) -> int:
-        """Of `reserved_tokens`, those beyond the prompt that samples share."""
+        """Return those of the `reserved_tokens` that are beyond the prompt which samples share."""
         return self.context_tokens + self.gen_tokens - self.prompt_tokens
 
     @property
     def times(self) -> StepTimes:
-        """As its sidecar would account for it."""
+        """Return the times of the step as its sidecar would report them."""
         waits_s = self.preempted_s + self.weights_s
         return StepTimes(
             self.queue_s - waits_s, self.prefill_s, self.decode_s, self.preempted_s, self.weights_s
@@ -89,18 +89,18 @@ class EngineStep:
 
 
 class StepListener(Protocol):
-    """Whoever submits steps to an engine."""
+    """Receiver of the steps' events: the submitter of the steps of an engine."""
 
     def step_preempted(self, step: EngineStep) -> None:
-        """The step is back in the queue."""
+        """Note that the step is back in the queue."""
 
     def step_finished(self, step: EngineStep) -> None:
-        """All its tokens are sampled."""
+        """Note that all tokens of the step are sampled."""
 
 
 class DecodeBatch:
-    """Invariant: `kv_tokens` is the sum over the steps of their contexts and of what each has
-    sampled."""
+    """Batch whose sequences sample one token in each decode step. Invariant: `kv_tokens` is the sum
+    over the steps of their contexts and sampled tokens."""
 
     def __init__(self, model: EngineModel) -> None:
         self.steps: dict[str, EngineStep] = {}
@@ -116,32 +116,32 @@ class DecodeBatch:
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no decode step is under way, so that sequences may join and leave."""
+        """Return whether no decode step is under way, so that sequences may join and leave."""
         return abs(self.counter - round(self.counter)) <= TOKEN_ROUNDING or not self.steps
 
     @property
     def step_end(self) -> float:
-        """The count at which the decode step under way ends."""
+        """Return the count at which the decode step under way ends."""
         return float(math.ceil(self.counter - TOKEN_ROUNDING))
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the batch must change at the end of the decode step under way, though its
+        """Return whether the batch must change at the end of the decode step under way, though its
         sequences stay."""
         return False
 
     @property
     def next_end(self) -> float:
-        """The count at which the next sequence ends; the batch is not empty."""
+        """Return the count at which the next sequence ends; the batch must not be empty."""
         return self._ends[0][0]
 
     def count_of(self, step: EngineStep, tokens: int) -> float:
-        """The count at which the sequence has sampled so many tokens of its step."""
+        """Return the count at which the sequence has sampled `tokens` tokens of its step."""
         return step.end_at - step.gen_tokens + tokens
 
     def is_changed_by(self, prompt_id: str) -> bool:
-        """Whether the end of a sample of the prompt, here or anywhere, changes how this batch
-        decodes."""
+        """Return whether the end of a sample of the prompt, here or anywhere, changes how this
+        batch decodes."""
         return False
 
     def outdate(self) -> None:
@@ -179,11 +179,11 @@ class DecodeBatch:
         return step
 
     def tokens_since_admission(self, step: EngineStep) -> int:
-        """Whole tokens."""
+        """Return the whole tokens that the step has sampled since its admission."""
         return int(self._exact_tokens(step) + TOKEN_ROUNDING) - step.done
 
     def seconds_to(self, count: float) -> float:
-        """Seconds that the batch as it is takes to a count."""
+        """Return the seconds that the present batch takes to reach a count."""
         tokens = count - self.counter
         return tokens * self._token_s() + 0.5 * self._kv_token_s * self._growth() * tokens * tokens
 
@@ -201,16 +201,16 @@ class DecodeBatch:
         self.advance_to(self.counter + tokens)
 
     def _token_s(self) -> float:
-        """Seconds a decode step at the present count. It reads the KV that there is when it begins:
-        half its growth less than the mean of its beginning and end."""
+        """Return the seconds of a decode step at the present count. The step reads the KV that is
+        there when it begins: half its growth less than the mean of its beginning and end."""
         return self._compute_s() + self._kv_token_s * (self.kv_tokens - 0.5 * self._growth())
 
     def _compute_s(self) -> float:
-        """Seconds of a decode step without its reading of KV."""
+        """Return the seconds of a decode step without its reading of KV."""
         return self._step_s[len(self.steps)]
 
     def _growth(self) -> float:
-        """Tokens that a decode step samples."""
+        """Return the tokens that a decode step samples."""
         return len(self.steps)
 
     def _exact_tokens(self, step: EngineStep) -> float:
@@ -219,8 +219,8 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class _Pace:
-    """A sequence of a speculating batch: its tokens at a whole count, and what it samples in each
-    step from then on."""
+    """Pace of a sequence in a speculating batch: its tokens at a whole count, and its tokens in
+    each step from then on."""
 
     tokens: float
     at: float
@@ -228,8 +228,8 @@ class _Pace:
 
 
 class SpeculativeBatch(DecodeBatch):
-    """Each decode step verifies `drafts` tokens of each sequence, as many as give most tokens a
-    second, 0 for none.
+    """Batch in which each decode step verifies `drafts` tokens of each sequence, as many as give
+    most tokens a second, 0 for none.
 
     finished: ended samples by prompt. Between decode steps only: sequences come and go, and drafts
     and paces change. A sequence whose tokens do not divide evenly samples fewer in its last step,

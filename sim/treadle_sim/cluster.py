@@ -1,4 +1,4 @@
-"""The parts of a simulated mesh: engines, the link between them, latencies and failures, and the
+"""Parts of a simulated mesh: engines, the link between them, latencies and failures, and the
 placement service."""
 
 from collections import Counter
@@ -15,8 +15,8 @@ from treadle_sim.engine_model import EngineModel
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between any two engines; an engine takes part in one transfer at a time. fixed_s: of each
-    transfer, whatever its size."""
+    """Link between any two engines; an engine takes part in one transfer at a time. fixed_s: of
+    each transfer, whatever its size."""
 
     bytes_per_s: float = 25e9  # half of a 400 Gb/s port: what RDMA of scattered KV pages reaches
     fixed_s: float = 0.05
@@ -24,8 +24,8 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds that the control plane's answers take. predict_s: Heddle Table 1. rpc_s: of a ticket
-    and of a stream's first message."""
+    """Latencies of the control plane's answers, in seconds. predict_s: Heddle Table 1. rpc_s: of a
+    ticket and of a stream's first message."""
 
     predict_s: float = 0.15
     plan_s: float = 0.02
@@ -51,7 +51,7 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Engines in the order of their ids, and what happens to them."""
+    """Engines in the order of their ids, with their failures and updates."""
 
     engines: tuple[EngineModel, ...]
     link: Link = Link()
@@ -64,7 +64,7 @@ class Cluster:
         return sum(engine.gpus for engine in self.engines)
 
     def describe(self) -> str:
-        """As in "32x1 + 4x8 H200"."""
+        """Return the engines as text, such as "32x1 + 4x8 H200"."""
         counts = Counter((engine.gpus, engine.accelerator) for engine in self.engines)
         return " + ".join(
             f"{count}x{gpus} {kind}" for (gpus, kind), count in sorted(counts.items())
@@ -72,7 +72,7 @@ class Cluster:
 
 
 def homogeneous(model: EngineModel, gpus: int) -> Cluster:
-    """As many engines of one kind as `gpus` accelerators give."""
+    """Return as many engines of one kind as `gpus` accelerators give."""
     return Cluster((model,) * (gpus // model.gpus))
 
 
@@ -85,7 +85,7 @@ def engine_index(engine_id: str) -> int:
 
 
 def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
-    """The engine as its sidecar would declare it: with a straight line for a curve."""
+    """Return the engine as its sidecar would declare it, with a straight line for a curve."""
     return EngineSpec(
         engine_id=engine_id(index),
         address=engine_id(index),
@@ -103,14 +103,14 @@ def declare(index: int, model: EngineModel, weight_version: str) -> EngineSpec:
 
 
 class SimPlacement:
-    """Answers as the placement service does, with the core's solver. Owns the memory that plans are
-    made in."""
+    """Placement service of the simulation, with the core's solver. It owns the memory in which
+    plans are made."""
 
     def __init__(self) -> None:
         self._workspace = Workspace()
 
     def plan(self, ask: AskPlan) -> PlanArrived:
-        """Raises CoreError."""
+        """Return the answer to a request for a plan. Raises CoreError."""
         work = ask.work
         plan = placement.plan(
             work.remaining_tokens,

@@ -1,4 +1,4 @@
-"""Drives the scheduler's controller through one rollout under the virtual clock.
+"""Drive the scheduler's controller through one rollout under the virtual clock.
 
 The controller is the one that the scheduler service drives (`treadle_core.controller`). The driver
 makes the events that clients, sidecars, the predictor, the placement service and the migrator would
@@ -35,9 +35,9 @@ STUCK_S = 300.0
 
 
 class Driver:
-    """One rollout. call_tokens: most tokens of one call, longer turns take several; 0 for no limit.
-    paced: of the engines, see SimEngine. `log`, where given, gets every (time, event, actions) of
-    the controller."""
+    """Driver of one rollout. call_tokens: most tokens of one call, longer turns take several; 0 for
+    no limit. paced: of the engines, see SimEngine. `log`, where given, receives every (time, event,
+    actions) of the controller."""
 
     def __init__(
         self,
@@ -263,13 +263,13 @@ class Driver:
         )
 
     def step_preempted(self, step: EngineStep) -> None:
-        """As `StepListener` has it."""
+        """Report to the controller that the step was evicted."""
         trajectory_id = self._all[step.index].trajectory_id
         preempted = events.StepPreempted(trajectory_id, step.step_id, step.done, step.evicted_by)
         self._timeline.after(0.0, self._send, preempted)
 
     def step_finished(self, step: EngineStep) -> None:
-        """As `StepListener` has it."""
+        """Finish the step after all its tokens are sampled."""
         self._timeline.after(0.0, self._finish_step, step)
 
     def _finish_step(self, step: EngineStep) -> None:
@@ -325,8 +325,8 @@ class Driver:
         progress.ledger = self.controller.trajectory(progress.trajectory_id).ledger
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
-        """An engine failed with these steps: their clients' streams break, and they go on from the
-        tokens they have."""
+        """Resume the steps of a failed engine: their clients' streams break, and they go on from
+        the tokens they have."""
         for step in steps:
             progress = self._all[step.index]
             progress.book_step(step)
@@ -338,10 +338,11 @@ class Driver:
 
 
 class Disruptions:
-    """Engines register, fail, return and get new weights at the times that the cluster says. Knows
-    which are down.
+    """Disruptions of engines, which register, fail, return and get new weights at the times of the
+    cluster. It knows which engines are down.
 
-    `send` gives an event to the controller; `resume` gets the steps that a failed engine has lost.
+    `send` sends an event to the controller; `resume` receives the steps that a failed engine has
+    lost.
     """
 
     def __init__(
@@ -374,7 +375,7 @@ class Disruptions:
             self._timeline.at(update.at_s, self._update_weights, update.pause_s)
 
     def is_down(self, engine: int) -> bool:
-        """Whether the engine refuses calls."""
+        """Return whether the engine refuses calls."""
         return engine in self._down
 
     def _register(self, index: int) -> None:

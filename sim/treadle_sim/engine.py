@@ -1,4 +1,4 @@
-"""One simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix
+"""Simulated engine behind a sidecar's queue: continuous batching, slots, a KV limit and a radix
 cache.
 
 The queue is the sidecar's own (`treadle_core.engine_queue.preemptive_queue`), the batch is
@@ -30,10 +30,10 @@ MOST_PREFILL_TOKENS = (
 
 
 class SimEngine:
-    """paced: the queue paces, shares and gathers the prefills of preemptible steps (ADR 0030).
-    kv_tokens 0: no limit. spans: (start_s, end_s, batch), batch -1 for a prefill; None unless
-    recorded. finished: the samples of each prompt that have ended anywhere, from which an engine
-    that speculates has drafts."""
+    """Engine that runs steps under the virtual clock. paced: the queue paces, shares and gathers
+    the prefills of preemptible steps (ADR 0030). kv_tokens 0: no limit. spans: (start_s, end_s,
+    batch), batch -1 for a prefill; None unless recorded. finished: the samples of each prompt that
+    have ended anywhere, from which an engine that speculates has drafts."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class SimEngine:
         self._epoch = 0  # calls on the timeline from an earlier one do nothing
         self._paused_until = 0.0
         self._prefill_began_s = 0.0
-        self._wakes_s = 0.0  # when the queue is asked next without a report
+        self._wakes_s = 0.0  # when the queue decides next without a report
 
     def submit(
         self,
@@ -96,11 +96,11 @@ class SimEngine:
             self._decide()
 
     def cancel(self, step_ids: Iterable[str]) -> list[EngineStep]:
-        """Abort steps for good, at once; returns those that had not ended, each with the tokens
-        that it has sampled.
+        """Abort steps for good, at once; return those that had not ended, each with the tokens that
+        it has sampled.
 
-        A prefill goes on for the steps beside them, and ends where there are none. KV of what is
-        aborted is not kept.
+        A prefill goes on for the steps beside them, and ends where there are none. KV of aborted
+        steps is not kept.
         """
         self._advance()
         cancelled = [self._steps.pop(step_id) for step_id in step_ids if step_id in self._steps]
@@ -123,15 +123,15 @@ class SimEngine:
         return cancelled
 
     def note_finished(self, prompt_id: str) -> None:
-        """A sample of the prompt has ended anywhere: use it for drafts from the next decode step
-        on."""
+        """Note that a sample of the prompt has ended anywhere, and use it for drafts from the next
+        decode step on."""
         if self._batch.is_changed_by(prompt_id):
             self._advance()
             self._batch.outdate()
             self._decide()
 
     def fail(self) -> list[EngineStep]:
-        """Lose everything; returns the steps that were here, each with the tokens that it had
+        """Lose everything; return the steps that were here, each with the tokens that it had
         sampled."""
         self._advance()
         lost = list(self._steps.values())
@@ -180,7 +180,8 @@ class SimEngine:
             self._decide()
 
     def _set_paused(self, paused: bool) -> None:
-        """All steps wait now, or did until now."""
+        """Book the waiting time of all steps, and set whether an update makes them wait from now
+        on."""
         for step in self._steps.values():
             step.book("queue", self._timeline.now)
             step.paused = paused
@@ -216,7 +217,7 @@ class SimEngine:
         return Prefill(computed_s / self._decode_s, None if returns else step.prompt_id, returns)
 
     def _report_progress(self) -> None:
-        """Tell the queue which steps have sampled enough to be evicted."""
+        """Report to the queue which steps have sampled enough to be evicted."""
         if not (self._fresh and self._queue.waiting and self._queue.policy.preempt):
             return
         fresh = {}
@@ -237,8 +238,8 @@ class SimEngine:
                 self._pending.append(step)
 
     def _evict_all(self) -> None:
-        """Evict, and apply what the queue decides then. An abort keeps the KV in SGLang's radix
-        tree, but for the last token, as long as nothing else needs the room."""
+        """Evict steps, and apply the queue's decisions after that. An abort keeps the KV in
+        SGLang's radix tree, but for the last token, as long as nothing else needs the room."""
         while self._evicting:
             step = self._evicting.pop(0)
             if step.step_id not in self._batch.steps:
@@ -273,7 +274,8 @@ class SimEngine:
             )
 
     def _next_count(self) -> float:
-        """The count of the batch at which a sequence ends, or can be evicted for a waiting step."""
+        """Return the count of the batch at which a sequence ends, or can be evicted for a waiting
+        step."""
         queue, count = self._queue, self._batch.next_end
         if self._fresh and queue.waiting and queue.policy.preempt:
             first = next(iter(self._fresh.values()))
@@ -313,8 +315,8 @@ class SimEngine:
         return True
 
     def _take_cached(self, step: EngineStep, context: int) -> tuple[int, int]:
-        """Tokens of the context that are cached, and those of them that only the host has: whole
-        pages, and never the last token."""
+        """Return how many tokens of the context are cached, and how many of them only the host has:
+        whole pages, and never the last token."""
         cached, loaded = self.cache.start(step)
         cached = min(cached, context - 1)
         return cached - cached % self.model.page_tokens, min(loaded, cached)
@@ -365,12 +367,12 @@ class SimEngine:
             self._finish_ended()
 
     def _book_prefill(self) -> None:
-        """Book the prefill that runs, if any: it has ended, or was interrupted."""
+        """Book the running prefill, if any, which has ended or was interrupted."""
         if self._prefilling:
             self._book_busy(self._prefill_began_s, -1)
 
     def _book_busy(self, began_s: float, batch: int) -> None:
-        """Book what the engine did until now: a prefill where `batch` is -1."""
+        """Book the engine's work until now: a prefill where `batch` is -1."""
         now = self._timeline.now
         self.busy_s += now - began_s
         if self.spans is None or now <= began_s:

@@ -1,5 +1,4 @@
-"""Kinds of simulated engine: how long a step takes, how much KV fits, and the profiles that are
-shipped.
+"""Kinds of simulated engine: how long a step takes, how much KV fits, and the shipped profiles.
 
 The simulated engines follow these curves. The planner sees only `StepCurve.linear`, the straight
 line that a sidecar would declare, so that a plan is not judged by its own cost model.
@@ -49,7 +48,7 @@ class StepCurve:
     prefill_square_s: float = 0.0
 
     def decode_s(self, batch: float) -> float:
-        """Seconds of a step of `batch` sequences that hold no KV."""
+        """Return the seconds of a step of `batch` sequences that hold no KV."""
         sizes, times = self.batch_sizes, self.step_s
         if len(sizes) > 1 and batch > sizes[-1]:
             return times[-1] + (batch - sizes[-1]) * (times[-1] - times[-2]) / (
@@ -58,14 +57,14 @@ class StepCurve:
         return float(np.interp(batch, sizes, times))
 
     def prefill_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Seconds to prefill one sequence; 0 for nothing."""
+        """Return the seconds to prefill one sequence; 0 for no new tokens."""
         if new_tokens <= 0:
             return 0.0
         computed_s = self.prefill_computed_s(new_tokens, cached_tokens)
         return self.prefill_batch_s(computed_s, 1, new_tokens + cached_tokens)
 
     def prefill_computed_s(self, new_tokens: float, cached_tokens: float) -> float:
-        """Seconds that one sequence adds to its prefill batch."""
+        """Return the seconds that one sequence adds to its prefill batch."""
         pairs, squares = (
             new_tokens * (cached_tokens + 0.5 * new_tokens),
             (cached_tokens + new_tokens) ** 2,
@@ -77,13 +76,14 @@ class StepCurve:
         )
 
     def prefill_batch_s(self, computed_s: float, sequences: int, kv_tokens: float) -> float:
-        """Seconds of a prefill batch. computed_s: the sum over its sequences; kv_tokens: the sum of
-        their contexts."""
+        """Return the seconds of a prefill batch. computed_s: the sum over its sequences; kv_tokens:
+        the sum of their contexts."""
         decode_s = self.decode_s(sequences) + self.per_kv_token_s * kv_tokens
         return max(self.prefill_fixed_s + computed_s, decode_s)
 
     def linear(self, slots: int) -> DecodeCurve:
-        """The straight line that planners get: least squares over the batch sizes 1 to `slots`."""
+        """Return the straight line that planners get: least squares over the batch sizes 1 to
+        `slots`."""
         sizes = np.arange(1.0, slots + 1.0)
         times = np.array([self.decode_s(size) for size in sizes])
         slope = float(np.polyfit(sizes, times, 1)[0]) if slots > 1 else 0.0
@@ -100,8 +100,8 @@ class StepCurve:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What an engine accepts of drafts that it verifies exactly: measured, it does not depend on
-    the engine.
+    """Acceptance of drafts that an engine verifies exactly: measured, it does not depend on the
+    engine.
 
     draft_tokens: the lengths of drafts that it may choose from. accepted_tokens: for each of them
     the mean tokens that a verification yields, at least 1, by how many samples of the prompt have
@@ -112,7 +112,7 @@ class Speculation:
     accepted_tokens: tuple[tuple[float, ...], ...]
 
     def accepted(self, drafts: int, siblings: int) -> float:
-        """Tokens a step, 1 without drafts."""
+        """Return the tokens of a step, 1 without drafts."""
         if not drafts:
             return 1.0
         of_siblings = self.accepted_tokens[self.draft_tokens.index(drafts)]
@@ -121,7 +121,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """One kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
+    """Kind of engine: a model on `gpus` accelerators of a kind, tensor parallel.
 
     slots: sequences that decode at once. kv_tokens: KV that fits beside the weights; 0: the weights
     do not fit. origin: of the curve. page_tokens: the radix cache finds multiples of it.
@@ -156,7 +156,7 @@ _ENGINES = TypeAdapter(tuple[EngineModel, ...])
 
 @cache
 def profiles() -> tuple[EngineModel, ...]:
-    """All shipped engines, by accelerator, model and degree, with DEFAULT_SLOTS."""
+    """Return all shipped engines, by accelerator, model and degree, with DEFAULT_SLOTS."""
     folder = resources.files("treadle_sim") / "profiles"
     files = sorted(
         (file for file in folder.iterdir() if file.name.endswith(".json")),
@@ -168,8 +168,8 @@ def profiles() -> tuple[EngineModel, ...]:
 
 
 def engine_model(llm: str, accelerator: str, gpus: int, slots: int = DEFAULT_SLOTS) -> EngineModel:
-    """A shipped engine. Raises UnknownEngineError, whose message lists the shipped ones; ValueError
-    for no slots."""
+    """Return a shipped engine. Raises UnknownEngineError, whose message lists the shipped ones;
+    ValueError for no slots."""
     if slots < 1:
         raise ValueError(f"an engine needs at least one slot, not {slots} slots")
     for profile in profiles():
@@ -182,7 +182,7 @@ def engine_model(llm: str, accelerator: str, gpus: int, slots: int = DEFAULT_SLO
 
 
 def parse_profiles(document: dict[str, Any]) -> tuple[EngineModel, ...]:
-    """The engines of one file, times in seconds. Raises KeyError or ValueError for another
+    """Return the engines of one file, times in seconds. Raises KeyError or ValueError for another
     shape."""
     common = {"accelerator": document["accelerator"], "slots": DEFAULT_SLOTS}
     return _ENGINES.validate_python(
@@ -191,7 +191,7 @@ def parse_profiles(document: dict[str, Any]) -> tuple[EngineModel, ...]:
 
 
 def render_profiles(accelerator: str, engines: list[EngineModel]) -> dict[str, Any]:
-    """The content of one accelerator's file, times rounded to DIGITS."""
+    """Return the content of one accelerator's file, times rounded to DIGITS."""
 
     def rounded(value: float) -> float:
         return float(f"{value:.{DIGITS}g}")

@@ -1,5 +1,5 @@
-"""Fits decode and prefill curves to measured steps, with their errors; and an engine from a
-measured profile.
+"""Fit decode and prefill curves to measured steps, with their errors, and an engine from a measured
+profile.
 
 All fits are least squares of the relative error without negative coefficients, so that no larger
 batch and no longer context is ever predicted to be faster. A decode curve is piecewise linear in
@@ -33,7 +33,8 @@ MOST_KNOTS = 6
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """|predicted / measured - 1|: median and 90th percentile, in sample and held out."""
+    """Error of a fit, |predicted / measured - 1|: median and 90th percentile, in sample and held
+    out."""
 
     points: int
     median: float
@@ -43,8 +44,8 @@ class FitError:
 
     @classmethod
     def of(cls, seen: Array, held_out: Array) -> Self:
-        """From the relative errors (signed or not) of the same points, fitted with them and without
-        them."""
+        """Return the error from the relative errors (signed or not) of the same points, fitted with
+        them and without them."""
         near, far = np.abs(seen), np.abs(held_out)
         return cls(
             points=int(near.size),
@@ -56,15 +57,15 @@ class FitError:
 
 
 def fit_relative(matrix: Array) -> tuple[Array, Array]:
-    """Fit a linear model whose rows were divided by what was measured, so that all targets are 1;
+    """Fit a linear model whose rows were divided by the measured value, so that all targets are 1;
     return its coefficients and relative errors."""
     terms = non_negative_least_squares(matrix, np.ones(len(matrix)))
     return terms, matrix @ terms - 1.0
 
 
 def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
-    """Relative errors (rows,) of `fit_relative`, each row by a fit that saw no row of its group; in
-    sample if there is only one group."""
+    """Return the relative errors (rows,) of `fit_relative`, each row by a fit without the rows of
+    its group; in sample if there is only one group."""
     if len(set(groups)) < 2:
         return fit_relative(matrix)[1]
     errors = np.zeros(len(matrix))
@@ -76,7 +77,7 @@ def held_out_errors(matrix: Array, groups: Sequence[Hashable]) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class DecodePoint:
-    """One measured step: sequences, KV tokens of all of them together, seconds."""
+    """Measured step: sequences, KV tokens of all of them together, seconds."""
 
     batch: Annotated[FiniteNumber, Field(ge=1)]
     kv_tokens: Annotated[FiniteNumber, Field(ge=0)]
@@ -85,7 +86,8 @@ class DecodePoint:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFit:
-    """step_s at each of batch_sizes with no KV, seconds for each KV token, and the error."""
+    """Fitted decode curve: step_s at each of batch_sizes with no KV, seconds for each KV token, and
+    the error."""
 
     batch_sizes: tuple[float, ...]
     step_s: tuple[float, ...]
@@ -93,15 +95,15 @@ class DecodeFit:
     error: FitError
 
     def predict(self, batch: Array, kv_tokens: Array) -> Array:
-        """Seconds of steps; within the measured batch sizes."""
+        """Return the seconds of steps within the measured batch sizes."""
         return np.asarray(
             np.interp(batch, self.batch_sizes, self.step_s) + self.per_kv_token_s * kv_tokens
         )
 
 
 def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
-    """The curve of least relative error. Raises ValueError for no points or a time that is not
-    positive."""
+    """Return the curve of least relative error. Raises ValueError for no points or a time that is
+    not positive."""
     if not points or any(point.step_s <= 0 or point.batch < 1 for point in points):
         raise ValueError("a decode curve needs steps of at least one sequence that took time")
     ordered = sorted(points, key=lambda point: (point.batch, point.kv_tokens))
@@ -113,7 +115,8 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
     cells = [numbers.setdefault((point.batch, point.kv_tokens), len(numbers)) for point in ordered]
 
     def design(knots: Sequence[float]) -> Array:
-        """Columns: the step at the first knot, the rise from each knot to the next, KV tokens."""
+        """Return the columns of the fit: the step at the first knot, the rise from each knot to the
+        next, KV tokens."""
         rises = [np.clip((batch - low) / (high - low), 0.0, 1.0) for low, high in pairwise(knots)]
         return np.asarray(
             np.column_stack([np.ones_like(batch), *rises, kv_tokens]) / step_s[:, None]
@@ -144,7 +147,7 @@ def fit_decode(points: Sequence[DecodePoint]) -> DecodeFit:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
-    """One measured prefill: tokens computed, tokens before them that were in the cache, seconds."""
+    """Measured prefill: tokens computed, tokens before them that were in the cache, seconds."""
 
     new_tokens: Annotated[FiniteNumber, Field(ge=1)]
     cached_tokens: Annotated[FiniteNumber, Field(ge=0)]
@@ -153,8 +156,8 @@ class PrefillPoint:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFit:
-    """fixed_s + token_s * p + pair_s * p * (c + p / 2) + square_s * (c + p)^2 for p new tokens
-    behind c cached ones."""
+    """Fitted prefill time: fixed_s + token_s * p + pair_s * p * (c + p / 2) + square_s * (c + p)^2
+    for p new tokens behind c cached ones."""
 
     fixed_s: float
     token_s: float
@@ -164,14 +167,14 @@ class PrefillFit:
 
 
 def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
-    """The terms of least relative error. Raises ValueError for no points, or one without tokens or
-    time."""
+    """Return the terms of least relative error. Raises ValueError for no points, or one without
+    tokens or time."""
     if not points or any(point.seconds <= 0 or point.new_tokens < 1 for point in points):
         raise ValueError("a prefill's cost needs prefills of at least one token that took time")
     new = np.array([point.new_tokens for point in points])
     cached = np.array([point.cached_tokens for point in points])
     seconds = np.array([point.seconds for point in points])
-    # Without a cached token the last two cannot be told apart, and pairs of new tokens are what all
+    # Without a cached token the last two cannot be separated, and pairs of new tokens are what all
     # attention computes.
     square = np.where((cached > 0).any(), (cached + new) ** 2, 0.0)
     matrix = (
@@ -194,7 +197,7 @@ class MeasuredProfileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEngine:
-    """An engine fitted from measurements on it, the measurements, and the errors against them."""
+    """Engine fitted from measurements on it, the measurements, and the errors against them."""
 
     engine: EngineModel
     decode: tuple[DecodePoint, ...]
@@ -210,7 +213,7 @@ _Whole = BeforeValidator(
 
 
 class _MeasuredFile(BaseModel):
-    """A profile that was measured on a live engine (sim/README.md, "Profiles")."""
+    """Profile that was measured on a live engine (sim/README.md, "Profiles")."""
 
     llm: Name
     accelerator: Name
@@ -224,8 +227,8 @@ class _MeasuredFile(BaseModel):
 
 
 def fit_measured(document: Any) -> MeasuredEngine:
-    """Fit a profile that was measured on a live engine, as parsed JSON. Without prefills they cost
-    nothing. Raises MeasuredProfileError."""
+    """Fit a profile that was measured on a live engine, as parsed JSON. A profile without prefills
+    gets prefills that cost nothing. Raises MeasuredProfileError."""
     try:
         given = _MeasuredFile.model_validate(document)
     except ValidationError as error:

@@ -1,5 +1,5 @@
-"""KV of one simulated engine: what runs, contexts that wait for their next step, and copies in the
-host's memory.
+"""KV of one simulated engine: running steps, contexts that wait for their next step, and copies in
+the host's memory.
 
 A prompt counts once for all samples that share it, as in SGLang's radix tree, and goes with the
 last of them. Contexts that do not run leave the engine's memory in the order of their last use. The
@@ -14,8 +14,8 @@ from treadle_sim.batch import EngineStep
 
 @dataclass(slots=True)
 class _Prompt:
-    """users: contexts of the tier that begin with it. holds: running steps that do. ready: whether
-    it was prefilled."""
+    """Shared prompt. users: contexts of the tier that begin with it. holds: running steps that use
+    it. ready: whether it was prefilled."""
 
     tokens: int
     users: int = 0
@@ -24,8 +24,8 @@ class _Prompt:
 
 
 class Tier:
-    """Contexts by trajectory, last use last. tokens: of all, each prompt once. held_tokens: of
-    prompts in use."""
+    """Contexts in one memory by trajectory, last use last. tokens: of all, each prompt once.
+    held_tokens: of prompts in use."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -58,14 +58,14 @@ class Tier:
             self._clear(prompt_id)
 
     def take_oldest(self) -> bool:
-        """Remove the context that was used least recently; False for none."""
+        """Remove the context that was used least recently. Returns False where there is none."""
         if not self._own:
             return False
         self.take(next(iter(self._own)))
         return True
 
     def context_tokens(self, index: int) -> int:
-        """Tokens of a context, its prompt included; 0 where it is not here."""
+        """Return the tokens of a context, its prompt included; 0 where it is not here."""
         entry = self._own.get(index)
         return 0 if entry is None else self._prompts[entry[0]].tokens + entry[1]
 
@@ -74,13 +74,14 @@ class Tier:
         return prompt is not None and prompt.holds > 0
 
     def hold(self, prompt_id: str, prompt_tokens: int) -> None:
-        """A step that runs uses the prompt."""
+        """Note that a running step uses the prompt."""
         prompt = self._find(prompt_id, prompt_tokens)
         self.held_tokens += prompt.tokens if not prompt.holds else 0
         prompt.holds += 1
 
     def release(self, prompt_id: str, *, ready: bool) -> None:
-        """The step does not run any more. ready: it has prefilled the prompt."""
+        """Note that a step of the prompt does not run any more. ready: it has prefilled the
+        prompt."""
         prompt = self._prompts[prompt_id]
         prompt.holds -= 1
         prompt.ready = prompt.ready or ready
@@ -105,7 +106,8 @@ class Tier:
 
 
 class KvCache:
-    """capacity: KV tokens of the engine, 0 without a limit. host_tokens: of the copies."""
+    """KV of one engine and of its host. capacity: KV tokens of the engine, 0 without a limit.
+    host_tokens: of the copies."""
 
     def __init__(self, capacity: int, host_tokens: int) -> None:
         self._capacity = capacity
@@ -113,20 +115,20 @@ class KvCache:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, of running steps too."""
+        """Forget everything, the KV of running steps too."""
         self._gpu, self._host = Tier(), Tier()
         self._running = (
             0  # tokens of running steps beyond their prompts, with what they will sample
         )
 
     def fits(self, step: EngineStep) -> bool:
-        """Whether the step can run beside those that run; the first one always can."""
+        """Return whether the step can run beside those that run; the first one always can."""
         running = self._running + self._gpu.held_tokens
         needed = step.own_tokens + (0 if self._gpu.is_held(step.prompt_id) else step.prompt_tokens)
         return not self._capacity or not running or running + needed <= self._capacity
 
     def start(self, step: EngineStep) -> tuple[int, int]:
-        """Let a step run. Returns the tokens of its context that are cached, and how many of them
+        """Let a step run. Returns how many tokens of its context are cached, and how many of them
         come from the host."""
         here, cached = self.find(step)
         self._gpu.hold(step.prompt_id, step.prompt_tokens)
@@ -136,8 +138,8 @@ class KvCache:
         return cached, cached - here
 
     def find(self, step: EngineStep) -> tuple[int, int]:
-        """Tokens of a step's context that are cached in the engine's memory, and there or in the
-        host's."""
+        """Return how many tokens of a step's context are cached in the engine's memory, and in
+        either memory."""
         prompt_tokens = step.prompt_tokens
         here = self._gpu.context_tokens(step.index) or (
             prompt_tokens if step.prompt_id in self._gpu else 0
@@ -149,7 +151,7 @@ class KvCache:
         return here, max(here, there)
 
     def finish_prefill(self, step: EngineStep) -> None:
-        """Let the samples of the prompt find it from now on."""
+        """Mark the prompt of the step as prefilled, so that its samples find it from now on."""
         self._gpu.mark_ready(step.prompt_id)
 
     def stop(self, step: EngineStep, tokens: int) -> None:
@@ -167,7 +169,7 @@ class KvCache:
         self._make_room()
 
     def peek(self, index: int) -> int:
-        """Tokens of a context that does not run, wherever it is; 0 for none."""
+        """Return the tokens of a context that does not run, wherever it is; 0 for none."""
         return self._gpu.context_tokens(index) or self._host.context_tokens(index)
 
     def drop(self, index: int) -> None:

@@ -1,4 +1,5 @@
-"""The makespan that no schedule beats, whatever its engines, its assignment and its order.
+"""Lower bound of the makespan that no schedule beats, whatever its engines, its assignment and its
+order.
 
 A trajectory that shares an engine with many others costs little of a GPU's time and ends late;
 alone it ends soon and costs much. To end by a makespan T, it must sample all its tokens in T less
@@ -41,8 +42,8 @@ TRAJECTORIES_AT_ONCE = 500  # of which all turns are computed together, some 10 
 @dataclass(frozen=True, slots=True)
 class _Turns:
     """All turns of a workload. tokens: decoded (the prefill yields the first). context_tokens:
-    before the first of them. first: of each trajectory, then the number of all. waits_s: of each
-    trajectory, its tools and prefills."""
+    before the first of them. first: index of each trajectory's first turn, then the number of all
+    turns. waits_s: seconds of each trajectory's tools and prefills."""
 
     tokens: Floats
     context_tokens: Floats
@@ -52,8 +53,8 @@ class _Turns:
 
 
 def lower_bound_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:
-    """Seconds; models: the engines to choose from, of which those that hold nothing are left
-    out."""
+    """Return the bound in seconds. models: the engines to choose from; those that hold nothing are
+    left out."""
     usable = [model for model in models if model.kv_tokens > 0 and model.gpus <= gpus]
     turns, prefill_gpu_s = _turns_of(workload, usable), _prefill_gpu_s(workload, usable)
     found_s = longest_alone_s(workload, usable)
@@ -80,12 +81,12 @@ def lower_bound_s(workload: Workload, models: Sequence[EngineModel], gpus: int) 
 
 
 def longest_alone_s(workload: Workload, models: Sequence[EngineModel]) -> float:
-    """Seconds of the slowest trajectory where each runs alone."""
+    """Return the seconds of the slowest trajectory where each runs alone."""
     return max(min(alone_s(work, model) for model in models) for work in workload.trajectories)
 
 
 def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
-    """Seconds of one trajectory on an empty engine."""
+    """Return the seconds of one trajectory on an empty engine."""
     curve = model.curve
     step_s = curve.decode_s(1.0)
     context, cached, seconds = work.prompt_tokens, 0, 0.0
@@ -102,8 +103,8 @@ def alone_s(work: TrajectoryWork, model: EngineModel) -> float:
 
 
 def work_s(workload: Workload, models: Sequence[EngineModel], gpus: int) -> float:
-    """Seconds of all work spread evenly over GPUs that are never idle, each part on the degree that
-    is cheapest."""
+    """Return the seconds of all work spread evenly over GPUs that are never idle, each part on the
+    degree with the least cost."""
     turns = _turns_of(workload, models)
     decode_gpu_s = max(float(costs[:, 0].sum()) for costs in _all_costs(turns, models, PRICES[:1]))
     return (decode_gpu_s + _prefill_gpu_s(workload, models)) / gpus
@@ -131,7 +132,8 @@ def _turns_of(workload: Workload, models: Sequence[EngineModel]) -> _Turns:
 
 
 def _prefill_gpu_s(workload: Workload, models: Sequence[EngineModel]) -> float:
-    """GPU-seconds of all prefills: each prompt once, and what tools say but after the last turn."""
+    """Return the GPU-seconds of all prefills: each prompt once, and the answers of tools but after
+    the last turn."""
     prompts = {work.prompt_id: work.prompt_tokens for work in workload.trajectories}
     new, pairs = float(sum(prompts.values())), 0.5 * sum(tokens**2 for tokens in prompts.values())
     for work in workload.trajectories:
@@ -149,8 +151,8 @@ def _prefill_gpu_s(workload: Workload, models: Sequence[EngineModel]) -> float:
 def _all_costs(
     turns: _Turns, models: Sequence[EngineModel], prices: Floats = PRICES
 ) -> Iterator[Floats]:
-    """For each line and limit, of each trajectory at each price: GPU-seconds that its decoded
-    tokens cost at least, plus the price of the seconds that they take."""
+    """Yield for each line and limit the cost of each trajectory at each price: GPU-seconds that its
+    decoded tokens cost at least, plus the price of the seconds that they take."""
     for share, limit in itertools.product(LINE_SHARES, LIMITS):
         costs = np.empty((len(turns.waits_s), len(prices)))
         for start in range(0, len(costs), TRAJECTORIES_AT_ONCE):
@@ -180,8 +182,8 @@ def _token_costs(
     limit: str,
     prices: Floats,
 ) -> Floats:
-    """What a token costs on one kind of engine, by context and price. own_tokens: of the context,
-    beyond the prompt, whose KV the samples share."""
+    """Return the cost of a token on one kind of engine, by context and price. own_tokens: of the
+    context, beyond the prompt, whose KV the samples share."""
     batches = np.arange(1.0, model.slots + 1.0)
     steps_s = np.array([model.curve.decode_s(batch) for batch in batches])
     slope_s = share * float((steps_s / batches).min())

@@ -1,5 +1,5 @@
-"""Simulated migrator: moves KV between engines over the link and asks the controller to change the
-owner.
+"""Simulated migrator: moves KV between engines over the link and requests from the controller the
+change of the owner.
 
 An engine takes part in one transfer at a time, and the longest trajectory goes first (Heddle §5.3);
 the order comes from `treadle_core.steps.transfers`, as in the migrator service. Only this class
@@ -20,8 +20,8 @@ from treadle_sim.timeline import Timeline
 
 
 class Migrator:
-    """trajectories: by id. `send` gives an event to the controller; `is_down` tells whether an
-    engine has failed."""
+    """Migrator of one rollout. trajectories: by id. `send` sends an event to the controller;
+    `is_down` returns whether an engine has failed."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Migrator:
             self._timeline.after(seconds, self._arrive, transfer.transfer_id)
 
     def _kv_bytes(self, move: StartMigration) -> float:
-        """None where the target prefills the context again, which its next step does."""
+        """Return the bytes to move; 0 where the target prefills the context again, which its next
+        step does."""
         if not moves_by_storage(move.source, move.target):
             return 0.0
         progress = self._trajectories[move.trajectory_id]
@@ -96,7 +97,7 @@ class Migrator:
         )
 
     def _remove(self, migration_id: str) -> StartMigration | None:
-        """None if the move has already ended."""
+        """Remove a move and return it; None if it has already ended."""
         move, _ = self._moves.pop(migration_id, (None, 0.0))
         if migration_id in self._running:
             self._running.remove(migration_id)
@@ -110,7 +111,7 @@ class Migrator:
             )
 
     def _arrive(self, migration_id: str) -> None:
-        """The KV is at the target: switch the owner if the controller agrees."""
+        """Switch the owner, as the KV is at the target, if the controller agrees."""
         move = self._remove(migration_id)
         if move is None:
             return

@@ -1,4 +1,4 @@
-"""How far each trajectory of a simulated rollout is, where its time went, and the outcome of the
+"""Progress of each trajectory of a simulated rollout, where its time went, and the outcome of the
 whole rollout."""
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of one trajectory's time, in seconds since the start. what: queue, prefill, decode,
+    """Stretch of one trajectory's time, in seconds since the start. what: queue, prefill, decode,
     tool or move."""
 
     what: str
@@ -23,9 +23,9 @@ class Span:
 
 @dataclass(slots=True)
 class Times:
-    """Where one trajectory's time went. queue_s: waiting at an engine, or for the controller to
-    admit its first step. move_s: waiting for a later ticket, mostly until the trajectory's KV has
-    arrived. spans: empty unless recorded."""
+    """Times of one trajectory. queue_s: waiting at an engine, or for the controller to admit its
+    first step. move_s: waiting for a later ticket, mostly until the trajectory's KV has arrived.
+    spans: empty unless recorded."""
 
     finished_s: float = 0.0
     queue_s: float = 0.0
@@ -42,8 +42,8 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One simulated rollout. engine_busy_s: seconds that each engine computed. events: how many the
-    controller took. ledgers: of the trajectories, as the controller has them.
+    """Outcome of one simulated rollout. engine_busy_s: seconds that each engine computed. events:
+    how many the controller handled. ledgers: of the trajectories, as the controller has them.
 
     `engine_spans` of an engine: (start_s, end_s, batch), batch -1 for a prefill; empty unless
     recorded.
@@ -62,7 +62,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens over the makespan: Heddle's rollout throughput."""
+        """Return generated tokens over the makespan: Heddle's rollout throughput."""
         return (
             sum(times.gen_tokens for times in self.times) / self.makespan_s
             if self.makespan_s > 0.0
@@ -78,14 +78,14 @@ class Outcome:
         return sum(times.preemptions for times in self.times)
 
     def finish_quantile_s(self, fraction: float) -> float:
-        """When this fraction of the trajectories had ended."""
+        """Return the seconds after which this fraction of the trajectories had ended."""
         return float(np.quantile([times.finished_s for times in self.times], fraction))
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far one trajectory is. The driver owns it. turn and context_tokens: of its next step.
-    engine: its last one.
+    """Progress of one trajectory. The driver owns it. turn and context_tokens: of its next step.
+    engine: its last engine.
 
     tool_s: seconds of its last tool call. requests: tickets requested. calls: generations done,
     more than turns where a long turn takes several. part_tokens: sampled in earlier calls of the
@@ -121,12 +121,12 @@ class Progress:
 
     @property
     def step(self) -> Step:
-        """The next step."""
+        """Return the next step of the trajectory."""
         return self.work.steps[self.turn]
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are sampled."""
+        """Return whether all steps are sampled."""
         return self.turn == len(self.work.steps)
 
     def book_step(self, step: EngineStep) -> None:
@@ -156,7 +156,7 @@ class Progress:
 
     @property
     def client_times(self) -> ClientTimes:
-        """What this client reports."""
+        """Return the times that this client reports."""
         return ClientTimes(self.tools_s, self.control_s, self.lost)
 
     def mark(self, now: float, accounted_s: float = 0.0) -> None:
@@ -165,18 +165,18 @@ class Progress:
         self.marked_s = now
 
     def end_tool(self, now: float) -> None:
-        """The tool call of the last turn has ended."""
+        """Note that the tool call of the last turn has ended."""
         self.tools_s += self.tool_s
         self.mark(now, self.tool_s)
 
     def next_call_tokens(self, most_tokens: int) -> int:
-        """Tokens that the next call generates: the rest of the turn, but at most `most_tokens`; 0
-        is no limit."""
+        """Return how many tokens the next call generates: the rest of the turn, but at most
+        `most_tokens`; 0 is no limit."""
         left = self.step.gen_tokens - self.part_tokens
         return min(left, most_tokens) if most_tokens else left
 
     def finish_call(self, gen_tokens: int) -> bool:
-        """Count a call that has sampled `gen_tokens`; True if its turn ends with it."""
+        """Count a call that has sampled `gen_tokens`. Returns True if its turn ends with it."""
         step = self.step
         self.calls += 1
         self.times.gen_tokens += gen_tokens

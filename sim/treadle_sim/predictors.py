@@ -1,9 +1,9 @@
 """Predictors for simulated rollouts, from one that knows the truth to one that knows nothing; and
-how good they are.
+measures of how good they are.
 
 Answers are quantiles in order, never negative, and never beyond what the workload's cap leaves.
-Every predictor but `Siblings` gives the same answer to the same question, whatever was asked
-before, so that two policies get the same errors. `Siblings` learns only from what a predictor
+Every predictor but `Siblings` gives the same answer to the same question, whatever the earlier
+questions, so that two policies get the same errors. `Siblings` learns only from what a predictor
 service would have received by then.
 """
 
@@ -33,8 +33,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Answer(NamedTuple):
-    """What is left: tokens to sample, turns, seconds of tools, tokens of their answers; None: not
-    predicted."""
+    """Prediction of what is left: tokens to sample, turns, seconds of tools, tokens of their
+    answers; None: not predicted."""
 
     tokens: Estimate
     turns: Estimate | None = None
@@ -55,15 +55,16 @@ FEWEST = 8  # trajectories from which `Noisy` learns what is usual at a turn
 # A trajectory that is longer than its prompt's mean is assumed to go on for this share of what it
 # has done; without it every straggler would rank last.
 OVERRUN = 0.25
-# Of ln tokens, around a prompt's mean, where its own earlier samples do not say (a third of 0.65²
-# is 0.38²).
+# Of ln tokens, around a prompt's mean, where its own earlier samples do not show it (a third of
+# 0.65² is 0.38²).
 SPREAD_SIGMA = 0.4
 
 BEFORE, NOW = "before", "now"  # rollouts of the estimator's evidence
 
 
 class Predictor:
-    """Asked when a trajectory opens (turn 0) and after each of its steps.
+    """Predictor of what is left of a trajectory, called when it opens (turn 0) and after each of
+    its steps.
 
     index: of the trajectory in `workload.trajectories`; turn: its finished steps; gen_tokens: all
     that it has sampled.
@@ -81,7 +82,7 @@ class Predictor:
         ]
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
-        """What is left after `turn` steps."""
+        """Return the prediction of what is left after `turn` steps."""
         raise NotImplementedError
 
     def _rest_left(self, index: int, turn: int) -> tuple[float, float]:
@@ -89,7 +90,7 @@ class Predictor:
         return tools[min(turn, len(tools) - 1)], observed[min(turn, len(observed) - 1)]
 
     def finish(self, index: int) -> None:
-        """The trajectory has ended. Only `Siblings` learns from it."""
+        """Note that the trajectory has ended. Only `Siblings` learns from it."""
 
     def _tokens_left(self, index: int, gen_tokens: int) -> float:
         return float(max(0, self._tokens[index] - gen_tokens))
@@ -98,12 +99,12 @@ class Predictor:
         return float(max(0, self._turns[index] - turn))
 
     def room(self, gen_tokens: int) -> float:
-        """Tokens that the cap leaves; infinite without one."""
+        """Return the tokens that the cap leaves; infinite without one."""
         return float(max(0, self._cap - gen_tokens)) if self._cap else math.inf
 
 
 class Oracle(Predictor):
-    """Knows the truth: what is left of the workload's own steps."""
+    """Predictor that knows the truth: what is left of the workload's own steps."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         left = (
@@ -115,23 +116,24 @@ class Oracle(Predictor):
 
 
 class Blind(Predictor):
-    """Predicts for every trajectory what the controller assumes without a prediction."""
+    """Predictor that returns for every trajectory the controller's own assumption without a
+    prediction."""
 
     def predict(self, index: int, turn: int, gen_tokens: int) -> Answer:
         return Answer(_certain(min(Tuning().default_remaining_tokens, self.room(gen_tokens))))
 
 
 class Noisy(Predictor):
-    """A trained predictor: it sees the truth with an error, and has learned how far to trust what
-    it sees.
+    """Trained predictor: it sees the truth with an error, and has learned how far to trust its
+    view.
 
-    What it sees: ln(tokens left) + lasting[index] * SIGMA0 * DECAY**turn + FRESH_SIGMA * z(index,
-    turn); SHARED of the variance of `lasting` is common to the samples of a prompt. What it says:
-    the quantiles of what is left given what it sees, where ln(tokens left) is normal over the
-    trajectories that reach the turn (`_priors`). So its error is that of a regression on a noisy
-    feature, and its quantiles are calibrated: unlike the truth with noise added, it does not
-    believe its own outliers. Turns and tools err by the same factor: a trajectory that is predicted
-    long is predicted to take more turns.
+    Its view: ln(tokens left) + lasting[index] * SIGMA0 * DECAY**turn + FRESH_SIGMA * z(index,
+    turn); SHARED of the variance of `lasting` is common to the samples of a prompt. Its answer: the
+    quantiles of what is left given its view, where ln(tokens left) is normal over the trajectories
+    that reach the turn (`_priors`). So its error is that of a regression on a noisy feature, and
+    its quantiles are calibrated: unlike the truth with noise added, it does not believe its own
+    outliers. Turns and tools err by the same factor: a trajectory that is predicted long is
+    predicted to take more turns.
     """
 
     def __init__(self, workload: Workload, seed: int = 0) -> None:
@@ -169,7 +171,7 @@ class Noisy(Predictor):
 
 
 class PromptMean(Predictor):
-    """History-based prediction, which Heddle §4.1 calls static: each prompt's means in `earlier`.
+    """Predictor from history, which Heddle §4.1 calls static: each prompt's means in `earlier`.
 
     A prompt that is not among `earlier` gets the mean over all. Raises ValueError without earlier
     trajectories.
@@ -194,9 +196,9 @@ class PromptMean(Predictor):
 
 
 class Siblings(Predictor):
-    """The product's own estimator (`treadle_core.ranking.estimator`), with the evidence that its
-    service would have: how far each trajectory ran, and which have ended. `earlier`: of earlier
-    epochs, known before the first opening."""
+    """Predictor with the product's own estimator (`treadle_core.ranking.estimator`) and the
+    evidence that its service would have: how far each trajectory ran, and which have ended.
+    `earlier`: of earlier epochs, known before the first opening."""
 
     def __init__(self, workload: Workload, earlier: Sequence[TrajectoryWork] = ()) -> None:
         super().__init__(workload)
@@ -247,15 +249,15 @@ NAMES = tuple(MAKERS)
 def make_predictor(
     name: str, workload: Workload, seed: int = 0, earlier: Sequence[TrajectoryWork] = ()
 ) -> Predictor:
-    """The predictor of a name. `earlier`: samples of the same prompts from another epoch, which
-    "prompt-mean" needs and "siblings" can use. Raises ValueError for another name."""
+    """Return the predictor of a name. `earlier`: samples of the same prompts from another epoch,
+    which "prompt-mean" needs and "siblings" can use. Raises ValueError for an unknown name."""
     if name not in MAKERS:
         raise ValueError(f"no predictor {name!r}, only {', '.join(NAMES)}")
     return MAKERS[name](workload, seed, earlier)
 
 
 def _left(values: Sequence[float]) -> list[float]:
-    """What is left after each number of steps."""
+    """Return the amount that is left after each number of steps."""
     return [*np.cumsum(list(values)[::-1])[::-1].tolist(), 0.0]
 
 
@@ -264,13 +266,14 @@ def _certain(value: float) -> Estimate:
 
 
 def _spread_around(median: float, spread: float, most: float) -> Estimate:
-    """p10 and p90 a factor of `spread` >= 1 from the median, nothing above `most`."""
+    """Return the median with p10 and p90 a factor of `spread` >= 1 from it, nothing above
+    `most`."""
     return Estimate(min(median / spread, most), min(median, most), min(median * spread, most))
 
 
 def _priors(works: Sequence[TrajectoryWork]) -> list[tuple[float, float]]:
-    """By turn: mean and standard deviation of ln(tokens left) over the trajectories that reach it;
-    where fewer than FEWEST do, those of the turn before."""
+    """Return by turn the mean and standard deviation of ln(tokens left) over the trajectories that
+    reach it; where fewer than FEWEST do, those of the turn before."""
     logs: list[list[float]] = [[] for _ in range(max(len(work.steps) for work in works))]
     for work in works:
         left = work.gen_tokens
@@ -284,13 +287,13 @@ def _priors(works: Sequence[TrajectoryWork]) -> list[tuple[float, float]]:
 
 
 def _means(works: Sequence[TrajectoryWork]) -> tuple[float, ...]:
-    """Of tokens, turns, seconds of tools, tokens of their answers."""
+    """Return the means of tokens, turns, seconds of tools, and tokens of their answers."""
     amounts = [(work.gen_tokens, len(work.steps), *_tool_use(work.steps)) for work in works]
     return tuple(np.mean(amounts, axis=0).tolist())
 
 
 def _tool_use(steps: Sequence[Step]) -> tuple[float, int]:
-    """Seconds of tools after these steps, and tokens of their answers."""
+    """Return the seconds of tools after these steps, and tokens of their answers."""
     return sum(step.tool_s for step in steps), sum(step.obs_tokens for step in steps)
 
 
@@ -302,9 +305,9 @@ def _ended(name: str, rollout_id: str, work: TrajectoryWork) -> Ended:
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
-    """Of a predictor after `turn` steps, in the terms of Heddle §7.2. recall: of the longest tenth,
-    the share among the tenth that was predicted longest. pearson: of predicted and true total
-    tokens; pearson_log: of their logarithms. bias: median of predicted over true."""
+    """Accuracy of a predictor after `turn` steps, in the terms of Heddle §7.2. recall: of the
+    longest tenth, the share among the tenth that was predicted longest. pearson: of predicted and
+    true total tokens; pearson_log: of their logarithms. bias: median of predicted over true."""
 
     turn: int
     trajectories: int
@@ -317,11 +320,11 @@ class Accuracy:
 def measure_accuracy(
     workload: Workload, predictor: Predictor, turns: int = 2
 ) -> tuple[Accuracy, ...]:
-    """After 0 to `turns` steps, of the trajectories that take more steps than that. Raises
-    ValueError for none.
+    """Measure the accuracy after 0 to `turns` steps, of the trajectories that take more steps than
+    that. Raises ValueError for none.
 
     All trajectories run side by side at one speed, a token at a time and without tools, so that a
-    predictor learns by each step what an undisturbed rollout would have told it.
+    predictor learns by each step what it would learn in an undisturbed rollout.
     """
     compared = [
         index for index, work in enumerate(workload.trajectories) if len(work.steps) > turns
@@ -348,7 +351,8 @@ def measure_accuracy(
 
 
 def _moments(workload: Workload) -> Iterator[tuple[int, int, int]]:
-    """(tokens sampled by then, trajectory, steps finished): at the opening, and after each step."""
+    """Yield (tokens sampled by then, trajectory, steps finished) at the opening and after each
+    step."""
     for index, work in enumerate(workload.trajectories):
         sampled = itertools.accumulate((step.gen_tokens for step in work.steps), initial=0)
         yield from ((gen_tokens, index, turn) for turn, gen_tokens in enumerate(sampled))

@@ -1,4 +1,4 @@
-"""Simulates one system on one workload and a budget of GPUs, on engines that it chooses."""
+"""Simulate one system on one workload and a budget of GPUs, on engines that it chooses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,8 +24,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all systems have in common. models: the engines to choose from, one a degree, all of one
-    accelerator.
+    """Setting that all systems have in common. models: the engines to choose from, one a degree,
+    all of one accelerator.
 
     earlier: trajectories of the same prompts in an earlier epoch, from which engines are allocated
     and histories learned; if empty, engines are allocated from predictions before the first step.
@@ -42,11 +42,11 @@ class Setting:
     seed: int = 0
 
     def model(self, degree: int) -> EngineModel:
-        """The engine on `degree` GPUs. Raises KeyError."""
+        """Return the engine on `degree` GPUs. Raises KeyError for a degree without one."""
         return {model.gpus: model for model in self.models}[degree]
 
     def degrees(self) -> list[int]:
-        """Degrees that divide the budget and whose KV holds the longest trajectory."""
+        """Return the degrees that divide the budget and whose KV holds the longest trajectory."""
         longest = max(work.final_context_tokens for work in self.workload.trajectories)
         return [
             model.gpus
@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A system's rollout, and the cluster that it ran on."""
+    """Rollout of a system, and the cluster that it ran on."""
 
     system: System
     cluster: Cluster
@@ -65,8 +65,8 @@ class Run:
 
 
 def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool = False) -> Run:
-    """degree: of all engines, 0 for what the system allocates. Raises KeyError for a degree that
-    has no engine, CoreError if no engine fits."""
+    """Simulate the rollout of a system. degree: of all engines, 0 for those that the system
+    allocates. Raises KeyError for a degree that has no engine, CoreError if no engine fits."""
     cluster = (
         choose_cluster(system, setting)
         if not degree
@@ -101,14 +101,14 @@ def simulate(system: System, setting: Setting, degree: int = 0, *, record: bool 
 
 
 def _mean_observed_tokens(earlier: Sequence[TrajectoryWork]) -> float:
-    """Mean tokens of a tool's answer in an earlier epoch, which the scheduler that ran it has
-    seen."""
+    """Return the mean tokens of a tool's answer in an earlier epoch, which the scheduler that ran
+    it has seen."""
     seen = [step.obs_tokens for work in earlier for step in work.steps[:-1]]
     return sum(seen) / len(seen) if seen else Tuning().expected_observed_tokens
 
 
 def choose_cluster(system: System, setting: Setting) -> Cluster:
-    """The engines that the resource plan gives, from what the predictor says before the first step.
+    """Return the engines of the resource plan, made from the predictions before the first step.
 
     A system that plans with medians (Heddle as printed) gets the lengths of the earlier epoch if
     there is one: they are spread as this epoch's are, and medians are not.
@@ -125,9 +125,8 @@ def choose_cluster(system: System, setting: Setting) -> Cluster:
 
 
 def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths.Work]:
-    """What the predictor says before the first step: samples and medians. What it does not predict,
-    or all without one, is what the works of the earlier epoch have, each in the place of this
-    one's."""
+    """Return the predictions before the first step: samples and medians. Figures without a
+    prediction are those of the earlier epoch's works, each in the place of this one's."""
     works = setting.workload.trajectories
     known = setting.earlier if len(setting.earlier) == len(works) else works
     tokens = np.array([float(work.gen_tokens) for work in known])
@@ -152,7 +151,7 @@ def _predicted_work(setting: Setting, predictor: str) -> tuple[paths.Work, paths
 
 
 def engine_kinds(models: Sequence[EngineModel]) -> list[EngineKind]:
-    """What a planner knows of engines."""
+    """Return the engines as a planner knows them."""
     return [
         EngineKind(each.gpus, each.slots, each.kv_tokens, each.curve.linear(each.slots))
         for each in models
@@ -160,8 +159,8 @@ def engine_kinds(models: Sequence[EngineModel]) -> list[EngineKind]:
 
 
 def known_lengths(setting: Setting, predictor: str) -> tuple[Floats, Floats]:
-    """Lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier one for
-    all others."""
+    """Return the lengths and mean contexts, in tokens: of this epoch for the oracle, of the earlier
+    one for all others."""
     works = setting.workload.trajectories
     if predictor != "oracle":
         works = setting.earlier or works

@@ -1,4 +1,4 @@
-"""The systems that are compared: each a policy of the controller, a predictor and a way to choose
+"""Systems that are compared: each is a policy of the controller, a predictor and a way to choose
 engines.
 
 Baselines are as strong as their authors make them and run under the same controller, engines and
@@ -72,7 +72,7 @@ class Ranks:
             del self._keys[bisect_left(self._keys, key)]
 
     def rank(self, trajectory_id: str) -> int:
-        """The rank of a trajectory, 0 for the longest; -1 where it is not here."""
+        """Return the rank of a trajectory, 0 for the longest; -1 where it is not here."""
         key = self._key_of.get(trajectory_id)
         return -1 if key is None else bisect_left(self._keys, key)
 
@@ -89,9 +89,9 @@ class ScaledGroups:
         self._ends = list(accumulate(sizes))
 
     def engine(self, rank: int, active: int) -> str:
-        """The engine of a rank among `active` trajectories: the first whose group ends behind it.
-        Groups end at S_i * n* / n, S_i the sum of the first i sizes. Empty where the plan placed no
-        trajectory."""
+        """Return the engine of a rank among `active` trajectories: the first whose group ends
+        behind it. Groups end at S_i * n* / n, S_i the sum of the first i sizes. Empty where the
+        plan placed no trajectory."""
         planned = self._ends[-1] if self._ends else 0
         if planned == 0 or not 0 <= rank < active:
             return ""
@@ -100,8 +100,8 @@ class ScaledGroups:
 
 
 def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) -> ScaledGroups:
-    """The groups of a plan, in the order of ranks. engine_of: index of each trajectory's engine, -1
-    for none.
+    """Return the groups of a plan, in the order of ranks. engine_of: index of each trajectory's
+    engine, -1 for none.
 
     Groups are contiguous in length, so the longest and then the shortest trajectory of each put
     them in order.
@@ -122,14 +122,15 @@ def scale_groups(work: PlanWork, engine_ids: Sequence[str], engine_of: Indexes) 
 
 
 class NewsTiming(PlanTiming):
-    """When to ask for a plan: where many trajectories are new, and never because of finished
+    """Timing that requests a plan when many trajectories are new, and never because of finished
     work."""
 
     def note_work(self) -> None:
         """Count nothing."""
 
     def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
-        """Return whether to ask now, with so many open trajectories. ticked: at a tick."""
+        """Return whether to request a plan now, with `open_count` open trajectories. ticked: at a
+        tick."""
         return self.is_renewed(open_count) and (ticked or not self.awaits_answer(now))
 
 
@@ -187,10 +188,11 @@ def _is_ranked(record: TrajectoryRecord) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """predictor: a name of `make_predictor`, "none", or "" for the setting's choice. allocated:
-    engines of several degrees, planned with `cost_model`; else all of one degree. call_tokens: most
-    of one call, 0 for whole turns. paced: its queue paces, shares and gathers prefills; no queue of
-    another system does. planner: how trajectories are planned again."""
+    """A system that is compared. predictor: a name of `make_predictor`, "none", or "" for the
+    setting's choice. allocated: engines of several degrees, planned with `cost_model`; else all of
+    one degree. call_tokens: most of one call, 0 for whole turns. paced: its queue paces, shares and
+    gathers prefills; no queue of another system does. planner: how trajectories are planned
+    again."""
 
     name: str
     title: str
@@ -207,7 +209,8 @@ class System:
 def _stepwise(
     placement: PlacementRule, ordering: Ordering = Ordering.ROUND_ROBIN, *, preempt: bool = False
 ) -> Policy:
-    """The policy of a framework that schedules steps, not trajectories: no plan, no moves."""
+    """Return the policy of a framework that schedules steps, not trajectories: no plan, no
+    moves."""
     return Policy(ordering=ordering, placement=placement, migrate=False, preempt=preempt)
 
 

@@ -1,5 +1,5 @@
-"""The virtual clock: makes calls in the order of their times, and calls of one time in the order of
-their requests."""
+"""Virtual clock, which makes calls in the order of their times, and calls of one time in the order
+of their requests."""
 
 import heapq
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Timeline:
-    """A queue of calls to make at virtual times. `now` is the time of the present call; it never
-    goes back."""
+    """Queue of calls to make at virtual times. `now` is the time of the present call; it never goes
+    back."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,7 +26,7 @@ class Timeline:
 
     @property
     def idle(self) -> bool:
-        """Whether no call waits."""
+        """Return whether no call waits."""
         return not self._heap
 
     def run(self, while_true: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
-"""Learn an engine's decode curve from what the engine does, and say when it has changed.
+"""Learn an engine's decode curve from its work, and report when it has changed.
 
-`EngineWork` is given each request of an engine and its tokens as they come, and cuts the engine's
+`EngineWork` receives each request of an engine and its tokens as they arrive, and cuts the engine's
 time into windows of a few steps. In a window the engine decoded `steps` steps and passes of
 prefill, so by the decode curve its seconds are
 
@@ -11,7 +11,7 @@ where sequences and KV are sums over the window's decode steps. A pass of prefil
 as it reads all weights too. `MeasuredCurve` fits the five coefficients to windows of all kinds: an
 equation for each window, by least squares of the relative error without negative coefficients.
 Windows in which something else took time, e.g. the host, come out far off and hardly count; so do
-old windows, except where nothing newer tells the coefficients apart.
+old windows, except where nothing newer separates the coefficients.
 """
 
 from collections import OrderedDict, deque
@@ -34,7 +34,7 @@ DRIFT = 0.2  # a change that is worth a new plan: predictions of lengths are 20%
 CLEARLY = 0.8
 ROUNDS = 6  # of fitting and weighting by the error; the weights settle in about five
 OUTLIER = 2.0  # a window that is this many median errors off counts half
-LEAST_ERROR = 0.01  # a fit better than this is exact, and its errors tell nothing
+LEAST_ERROR = 0.01  # a fit better than this is exact, and its errors mean nothing
 # Prefill so fast that steps do not show it is declared as this fast. No engine of one accelerator
 # reaches it.
 LEAST_PREFILL_TOKEN_S = 1e-6
@@ -46,7 +46,7 @@ SLACK = 1e-10
 
 
 class Window(NamedTuple):
-    """What an engine did in some of its steps, and for how many seconds; fields as in the module's
+    """Work of an engine in some of its steps, and its seconds; fields as in the module's
     docstring."""
 
     steps: float
@@ -62,12 +62,12 @@ Cells: TypeAlias = OrderedDict[tuple[int, ...], deque[tuple[int, Window]]]
 
 
 class EngineWork:
-    """Cuts an engine's time into windows, and gives each to `take`. Times are seconds of one
+    """Cutter of an engine's time into windows, which it gives to `take`. Times are seconds of one
     monotonic clock.
 
     One decoding request, the lead, counts the steps: it gets a token in each. A window ends at a
-    token of the lead. Where the lead ends, or a request ends before its first token, nobody knows
-    what the open window holds: it is dropped.
+    token of the lead. Where the lead ends, or a request ends before its first token, the work of
+    the open window is unknown, and the window is dropped.
     """
 
     def __init__(self, take: Callable[[Window], None]) -> None:
@@ -81,7 +81,7 @@ class EngineWork:
         self._open(None)
 
     def _open(self, now: float | None) -> None:
-        """None: no window is open."""
+        """Open a window at `now`; None: no window is open."""
         self._began_s = now
         self._steps = self._sequences = self._window_kv = self._new_tokens = 0
         self._passes = 0  # of prefill since the lead's last token
@@ -94,8 +94,8 @@ class EngineWork:
         self._waiting[request] = context_tokens
 
     def add(self, request: str, tokens: int, cached_tokens: int, now: float) -> None:
-        """Note new tokens of a request. cached_tokens: of its context, that the engine did not
-        compute."""
+        """Note new tokens of a request. cached_tokens: tokens of its context that the engine did
+        not compute."""
         context = self._waiting.pop(request, None)
         if context is not None:
             self._first_token(request, context, max(context - cached_tokens, 0), now)
@@ -146,9 +146,9 @@ class EngineWork:
 
 
 class MeasuredCurve:
-    """The curve of one engine. `declared` is None until enough is known; it changes only where the
-    engine takes other seconds for what it does now, by more than DRIFT, so that callers may act on
-    each change."""
+    """Measured curve of one engine. `declared` is None until enough is known; it changes only where
+    the engine takes other seconds for its present work, by more than DRIFT, so that callers may act
+    on each change."""
 
     def __init__(self) -> None:
         self.declared: DecodeCurve | None = None
@@ -159,7 +159,7 @@ class MeasuredCurve:
         self._fitted = 0
 
     def take(self, window: Window) -> None:
-        """Note what the engine did."""
+        """Note a window of the engine's work."""
         sizes = (
             window.sequences / window.steps,
             window.kv_tokens / max(window.sequences, 1.0),
@@ -174,7 +174,7 @@ class MeasuredCurve:
         self._taken += 1
 
     def update(self) -> bool:
-        """Fit again, and declare the result where it differs. Returns whether it did; takes some
+        """Fit again, and declare the result where it differs. Returns whether it did. Takes some
         milliseconds."""
         if self._taken == self._fitted or self._taken < LEAST_WINDOWS:
             return False
@@ -193,7 +193,8 @@ class MeasuredCurve:
         return True
 
     def _has_drifted(self, curve: DecodeCurve) -> bool:
-        """Whether it is off in the same direction in both halves of the recent windows."""
+        """Return whether the curve is off in the same direction in both halves of the recent
+        windows."""
         recent = list(self._recent)
         halves = [
             slowness(curve, half)
@@ -202,8 +203,8 @@ class MeasuredCurve:
         return min(halves) > 1.0 + DRIFT or max(halves) < 1.0 / (1.0 + DRIFT)
 
     def _rescaled(self, factor: float) -> Cells:
-        """The windows as if all that the engine does had always taken `factor` times as long, as it
-        does now."""
+        """Return the windows as if all of the engine's work had always taken `factor` times as
+        long, as it does now."""
         since = (
             self._taken - 3 * len(self._recent) // 4
         )  # so many are new where both halves are off
@@ -228,12 +229,12 @@ def _longer(window: Window, factor: float) -> Window:
 
 
 def slowness(curve: DecodeCurve, windows: Sequence[Window]) -> float:
-    """How many times as long as by the curve the windows took, by the median."""
+    """Return how many times as long as by the curve the windows took, as the median."""
     return float(np.median([window.seconds for window in windows] / predict_s(curve, windows)))
 
 
 def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
-    """Seconds of each window by a curve."""
+    """Return the seconds of each window by a curve."""
     token_s = 1.0 / curve.prefill_tokens_per_s if curve.prefill_tokens_per_s else 0.0
     terms = (
         curve.base_s,
@@ -247,8 +248,8 @@ def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
 
 
 def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
-    """The curve with the least relative errors, where windows that are far off hardly count; and
-    the mean error, of which 1 is the most for a window."""
+    """Return the curve with the least relative errors, where windows that are far off hardly count;
+    and the mean error, at most 1 for a window."""
     rows = np.array(windows)
     matrix = rows[:, :-1] / rows[:, -1:]
     weights = np.ones(len(rows))
@@ -270,8 +271,8 @@ def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
 
 
 def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
-    """Argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,), result
-    (columns,).
+    """Return the argmin over x >= 0 of |matrix x - target|: matrix (rows, columns), target (rows,),
+    result (columns,).
 
     Lawson and Hanson's active set, on columns scaled to norm 1. Raises ValueError for values that
     are not finite.
@@ -295,8 +296,8 @@ def non_negative_least_squares(matrix: Floats, target: Floats) -> Floats:
 
 
 def _solve_free(matrix: Floats, target: Floats, solution: Floats, free: Flags) -> Floats:
-    """Move to the least squares of the free columns; a column that would turn negative on the way
-    is fixed at zero."""
+    """Move `solution` to the least squares of the free columns; a column that would turn negative
+    on the way is fixed at zero."""
     while True:
         aim = np.zeros_like(solution)
         aim[free] = np.linalg.lstsq(matrix[:, free], target, rcond=None)[0]

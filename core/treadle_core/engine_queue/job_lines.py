@@ -1,11 +1,11 @@
-"""The lines of the jobs in front of one engine: whose step is next, and which job has to give a
-slot back (ADR 0039).
+"""Lines of the jobs in front of one engine: whose step is next, and which job has to give a slot
+back (ADR 0039).
 
 A job has a line while a step of it waits or holds a slot. Its share of the slots is its weight over
-the weights of all lines. A job that has less than its share goes before one that does not, then the
-one that was served least, in seconds of a slot for its weight; a line with steps that wait goes on
-from there and not from what it missed while it had none. With one line there is nothing to share,
-and it is simply the waiting steps, best rank first.
+the weights of all lines. A job that has less than its share goes before one that does not; then the
+job that was served least, in seconds of a slot for its weight. A line whose steps begin to wait
+goes on from its present service: it gets nothing for the time in which it had none. With one line
+there is nothing to share, and it is simply the waiting steps, best rank first.
 """
 
 import enum
@@ -23,7 +23,7 @@ FAIR_LAG_S = 2.0
 
 
 class State(enum.Enum):
-    """Where a step is. EVICTING: it holds its slot until the engine has aborted it."""
+    """State of a step. EVICTING: it holds its slot until the engine has aborted it."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -32,8 +32,8 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Entry:
-    """A step. tokens: since its admission. reads: of its prefill, while it runs:
-    `Prefill.first`."""
+    """A step in the queue. tokens: since its admission. reads: `Prefill.first` of its prefill,
+    while it runs."""
 
     step_id: str
     priority: float
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Smaller runs first within a job."""
+        """Return the rank within the job; the smaller one runs first."""
         return (-self.priority, self.arrival)
 
 
@@ -55,9 +55,9 @@ RANK = attrgetter("rank")
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """The steps of one job; `steps` is their number. waiting: best rank first. running: those that
-    run and are not being evicted; `preemptible` are some of them, `lowest` ranks last of these,
-    None where it must be searched.
+    """Steps of one job; `steps` is their number. waiting: best rank first. running: those that run
+    and are not being evicted; `preemptible` are some of them, `lowest` ranks last of these, None
+    where it must be searched.
 
     passed, granted: waiting steps that the present decision has looked at, and slots that they will
     get.
@@ -74,21 +74,21 @@ class Line:
     granted: int = 0
 
     def start(self, entry: Entry) -> None:
-        """A step gets a slot."""
+        """Count a step that gets a slot."""
         self.running += 1
         if entry.preemptible:
             self.preemptible[entry.step_id] = entry
         self.compare_lowest(entry)
 
     def stop(self, entry: Entry) -> None:
-        """A step gives its slot back, or is being evicted."""
+        """Remove a step that gives its slot back, or is being evicted."""
         self.running -= 1
         self.preemptible.pop(entry.step_id, None)
         if entry is self.lowest:
             self.lowest = None
 
     def find_lowest(self) -> Entry:
-        """The preemptible step that ranks last; there is one."""
+        """Return the preemptible step that ranks last; there must be one."""
         self.lowest = self.lowest or max(self.preemptible.values(), key=RANK)
         return self.lowest
 
@@ -103,7 +103,7 @@ class Line:
 
 
 class JobLines:
-    """waiting: steps in all lines that hold no slot."""
+    """Lines of all jobs of one engine. waiting: steps in all lines that hold no slot."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -115,26 +115,27 @@ class JobLines:
         self._decided_s = 0.0
 
     def enter(self, job: str, weight: float) -> Line:
-        """The line of a job for one more step; the newest weight counts."""
+        """Count one more step of a job, and return its line; the newest weight counts."""
         line = self._lines.get(job) or self._lines.setdefault(job, Line(job, weight))
         line.weight = weight
         line.steps += 1
         return line
 
     def leave(self, line: Line) -> None:
-        """A step has left for good."""
+        """Remove a step that has left for good."""
         line.steps -= 1
         if not line.steps:
             del self._lines[line.job]
             self._share.end_waiting(line.job)
 
     def put(self, entry: Entry) -> None:
-        """Add to the waiting steps."""
+        """Add a step to the waiting ones."""
         insort(entry.line.waiting, entry, key=RANK)
         self.waiting += 1
 
     def take(self, entry: Entry) -> None:
-        """Remove from the waiting steps. No two ranks are equal, since no two arrivals are."""
+        """Remove a step from the waiting ones. No two ranks are equal, since no two arrivals
+        are."""
         waiting = entry.line.waiting
         del waiting[bisect_left(waiting, entry.rank, key=RANK)]
         self.waiting -= 1
@@ -166,7 +167,7 @@ class JobLines:
             line.passed = line.granted = 0
 
     def next(self, slots: int) -> Line | None:
-        """The line whose first waiting step that is not passed is next; None where all are
+        """Return the line that has the next waiting step that is not passed; None where all are
         passed."""
         lines = [line for line in self._lines.values() if line.passed < len(line.waiting)]
         if len(lines) < 2:  # as with one job always
@@ -182,8 +183,8 @@ class JobLines:
         )
 
     def owing(self, line: Line, slots: int) -> tuple[Line | None, float]:
-        """The job that is to give one of its slots to `line`, None where none is, and in how many
-        seconds."""
+        """Return the job that has to give one of its slots to `line`, None for none, and in how
+        many seconds."""
         if len(self._lines) < 2 or self._surplus(line, slots) >= 0.0:
             return None, 0.0
         above = [
@@ -204,6 +205,6 @@ class JobLines:
         return (other, (FAIR_LAG_S - lag_s) / rate) if rate > 0.0 else (None, 0.0)
 
     def _surplus(self, line: Line, slots: int) -> float:
-        """Slots that a job has, or will get, above its share."""
+        """Return how many slots a job has, or will get, above its share."""
         weights = sum(each.weight for each in self._lines.values())
         return line.running + line.granted - slots * line.weight / weights

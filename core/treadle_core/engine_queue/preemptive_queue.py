@@ -1,5 +1,5 @@
-"""The queue of one engine: which waiting step gets a slot, and which running step is evicted
-(Heddle 4.2, Algorithm 1).
+"""Queue of one engine: which waiting step gets a slot, and which running step is evicted (Heddle
+4.2, Algorithm 1).
 
 A state machine without tasks or clock: the caller reports what happened (`add`, `report_progress`,
 `confirm_eviction`, `remove`, ...), then calls `decide` and carries out each action once. The step
@@ -11,7 +11,7 @@ preemptible step is evicted for a waiting one whose priority is larger by more t
 and only after `min_run_tokens` tokens since its admission, so that two steps never take turns
 without progress.
 
-Long prompts are paced. An engine prefills whatever it was given before it decodes, so prompts that
+Long prompts are paced. An engine prefills all its new steps before it decodes, so prompts that
 arrive together would stop every decode until the last of them is read, and the tools that those
 decodes end in could not begin. So one long prompt is read at a time, and after it the steps of
 higher priority decode for as long as it took before the next one is admitted. Shorter prefills pass
@@ -25,7 +25,6 @@ each step. So the queue admits one of the steps, and the others wait until it ha
 Short prefills are gathered. A pass of prefill stops every decode, whatever it reads. So a step may
 wait though a slot is free, until the free slots have lost half (GATHER) of the time that one more
 pass takes from the running steps. By then other steps often wait too, and one pass reads them all.
-
 Steps that are not preemptible are admitted without regard to prefills.
 
 Jobs share the slots by their weights (ADR 0039): a free slot goes to a job that has less than its
@@ -71,7 +70,7 @@ MOST_PASSED = 32  # waiting steps that others may pass in one decision, which bo
 
 
 class QueueFull(Exception):  # noqa: N818 - a condition, not a fault
-    """As many steps wait as may; the step was not taken."""
+    """The queue is full: as many steps wait as may, so that the step was not taken."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(f"{capacity} steps wait already")
@@ -80,9 +79,9 @@ class QueueFull(Exception):  # noqa: N818 - a condition, not a fault
 
 @dataclass(frozen=True)
 class QueuePolicy:
-    """slots: steps that run at once; capacity: steps that may wait; hysteresis in priority units;
-    pace: seconds of decoding for each second of a long prompt, 0 for none; gather: see GATHER, 0
-    for none."""
+    """Limits of the queue. slots: steps that run at once; capacity: steps that may wait; hysteresis
+    in priority units; pace: seconds of decoding for each second of a long prompt, 0 for none;
+    gather: see GATHER, 0 for none."""
 
     slots: int
     capacity: int
@@ -94,10 +93,10 @@ class QueuePolicy:
 
 
 class Prefill(NamedTuple):
-    """What a waiting step has to prefill. steps: how long that takes now, in decode steps of one
-    sequence. first: a key of the first tokens that it has to prefill; two steps with the same key
-    have to prefill the same tokens. None: it is not known, or there is nothing to prefill. returns:
-    the engine has read earlier turns of it."""
+    """Prefill that a waiting step needs. steps: how long that takes now, in decode steps of one
+    sequence. first: a key of the first tokens to prefill; two steps with the same key have to
+    prefill the same tokens. None: it is not known, or there is nothing to prefill. returns: the
+    engine has read earlier turns of it."""
 
     steps: float = 0.0
     first: Hashable = None
@@ -124,10 +123,10 @@ class Evict:
 
 
 class StepQueue:
-    """Step ids are the caller's; an unknown one raises KeyError except where a method says
-    otherwise.
+    """Waiting and running steps of one engine. Step ids are the caller's; an unknown one raises
+    KeyError except where a method states otherwise.
 
-    prefill_of: what a waiting step has to prefill; without it no prefill is long, shared or
+    prefill_of: the prefill that a waiting step needs; without it no prefill is long, shared or
     gathered. wake_s: when `decide` is to be called again though nobody reports anything, infinite
     where it is not.
     """
@@ -184,15 +183,15 @@ class StepQueue:
         self._lines.put(entry)
 
     def report_progress(self, step_id: str, tokens: int) -> bool:
-        """Report the tokens of a step since its admission; True where `decide` may now evict it for
-        a waiting one."""
+        """Report the tokens of a step since its admission. Returns True where `decide` may now
+        evict it for a waiting one."""
         entry = self._entries[step_id]
         before, entry.tokens = entry.tokens, tokens
         return before < self.policy.min_run_tokens <= tokens and self.waiting > 0
 
     def finish_prefill(self, step_id: str, now: float) -> bool:
-        """Report the first token of a step since its admission; True where `decide` may now admit
-        others for it."""
+        """Report the first token of a step since its admission. Returns True where `decide` may now
+        admit others for it."""
         if self._pass is not None and self._pass[0] == step_id:
             took_s, self._pass = now - self._pass[1], None
             self._pass_s = min(PASS_RISE * self._pass_s, took_s) if self._pass_s else took_s
@@ -204,7 +203,7 @@ class StepQueue:
         return self.waiting > 0
 
     def reprioritize(self, step_id: str, priority: float) -> bool:
-        """Change a priority; False where the step is not here."""
+        """Change a priority. Returns False where the step is not here."""
         entry = self._entries.get(step_id)
         if entry is None:
             return False
@@ -221,7 +220,7 @@ class StepQueue:
         return True
 
     def confirm_eviction(self, step_id: str) -> None:
-        """The engine has aborted the step; it waits again, in its old place."""
+        """Confirm that the engine has aborted the step; it waits again, in its old place."""
         entry = self._entries[step_id]
         if entry.state is State.WAITING:
             return
@@ -240,8 +239,8 @@ class StepQueue:
         self._lines.leave(entry.line)
 
     def decide(self, now: float = 0.0) -> list[Admit | Evict]:
-        """What to do now, best rank first; the states change as if it were done. Call it after
-        every report, and at `wake_s`. now: seconds of the clock of `finish_prefill`."""
+        """Return what to do now, best rank first, and change the states as if it were done. Call it
+        after every report, and at `wake_s`. now: seconds of the clock of `finish_prefill`."""
         self.wake_s = math.inf
         self._lines.charge(now)
         since_s, slots = self._idle
@@ -313,8 +312,8 @@ class StepQueue:
             yield self._evict(lowest, candidate.step_id)
 
     def _find_victim(self, candidate: Entry, now: float) -> Entry | None:
-        """The running step that gives its slot to a waiting one. Sets `wake_s` where it will in a
-        while."""
+        """Return the running step that gives its slot to a waiting one. Sets `wake_s` where one
+        will do so later."""
         policy, line = self.policy, candidate.line
         other, after_s = self._lines.owing(line, policy.slots)
         if other is not None:
@@ -329,8 +328,8 @@ class StepQueue:
         return lowest if outranked and lowest.tokens >= policy.min_run_tokens else None
 
     def _must_gather(self, now: float) -> bool:
-        """Whether waiting steps are held though a slot is free. Sets `wake_s` to when they are not
-        any more."""
+        """Return whether waiting steps are held though a slot is free. Sets `wake_s` to when that
+        ends."""
         free = min(self.policy.slots - self.running, self.waiting)
         if (
             free <= 0
@@ -349,7 +348,7 @@ class StepQueue:
         return True
 
     def _best(self) -> Entry:
-        """The waiting step that is next; there is one."""
+        """Return the waiting step that is next; there must be one."""
         self._lines.look_anew()
         line = self._lines.next(self.policy.slots)
         assert line is not None, "a step waits"
@@ -368,7 +367,7 @@ class StepQueue:
         )
 
     def _end_reading(self, entry: Entry) -> bool:
-        """The entry prefills no more; whether others may have waited for that."""
+        """Note that the entry prefills no more. Returns whether others may have waited for that."""
         if entry.reads is None:
             return False
         self._being_read.discard(entry.reads)
@@ -376,8 +375,8 @@ class StepQueue:
         return True
 
     def _must_rest(self, entry: Entry, now: float) -> bool:
-        """Whether a long prefill waits: for another one, or for decodes that rank higher or are of
-        other jobs."""
+        """Return whether a long prefill waits: for another one, or for decodes that rank higher or
+        are of other jobs."""
         if self._reading is not None:
             return True
         before = (
@@ -409,12 +408,12 @@ class StepQueue:
 
     @property
     def running(self) -> int:
-        """Steps that hold a slot."""
+        """Return how many steps hold a slot."""
         return len(self._entries) - self._lines.waiting
 
     @property
     def waiting(self) -> int:
-        """Steps that hold no slot."""
+        """Return how many steps hold no slot."""
         return self._lines.waiting
 
     def __contains__(self, step_id: str) -> bool:

@@ -1,15 +1,15 @@
 """Decide whether an engine makes progress or hangs.
 
-An engine that hangs may answer questions all the same: its HTTP server is another process than the
-one that generates. So `EngineProgress` is given each request that is on the engine and each sign of
-progress, and says when the next sign is due. Where none comes in time, the engine is suspected.
+An engine that hangs may still answer requests: its HTTP server is another process than the one that
+generates. So `EngineProgress` receives each request that is on the engine and each sign of
+progress, and computes when the next sign is due. Where none comes in time, the engine is suspected.
 Only generated tokens end a suspicion.
 
 A sign is a token, the end of a prefill, or that fewer tokens of the waiting prompts are unread,
-which an engine that reads in chunks reports after each. An idle engine owes no sign; it is asked
-for a token now and then (`is_probe_due`).
+which an engine that reads in chunks reports after each. An idle engine owes no sign; its sidecar
+requests a token from it now and then (`is_probe_due`).
 
-How long an engine may be silent: `stall_s`, and PATIENCE times what its decode curve says of the
+How long an engine may be silent: `stall_s`, and PATIENCE times the time by its decode curve of the
 prefill and the decode steps before the next sign. An engine that only prefills is never suspected
 for it.
 """
@@ -32,8 +32,8 @@ SUSPECT_PROBE_S = (
 
 
 class EngineProgress:
-    """What one engine has to do, and when it last showed progress. Times are seconds of one
-    monotonic clock.
+    """Work of one engine, and when it last showed progress. Times are seconds of one monotonic
+    clock.
 
     stall_s: how long an engine may be silent beyond what its work takes. `tokens_a_chunk`: tokens
     that the engine samples for a request before it sends them together.
@@ -63,7 +63,7 @@ class EngineProgress:
         self.suspected = False
 
     def note_unread(self, tokens: int, now: float) -> None:
-        """Note how many tokens of waiting prompts the engine says that it has not read yet."""
+        """Note how many tokens of waiting prompts the engine reports as not read yet."""
         if tokens < self._unread_tokens:
             self._since_s = now
         self._unread_tokens = tokens
@@ -80,22 +80,22 @@ class EngineProgress:
         self._loads += 1
 
     def end_load(self, now: float) -> None:
-        """Expect signs again."""
+        """Expect signs again, as weights are loaded."""
         self._loads -= 1
         self._since_s = now
 
     @property
     def is_loading(self) -> bool:
-        """Whether weights are being loaded."""
+        """Return whether weights are being loaded."""
         return self._loads > 0
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last sign, or since the engine got work."""
+        """Return the seconds since the last sign, or since the engine got work."""
         return now - self._since_s
 
     def due_s(self, curve: DecodeCurve | None) -> float:
-        """When the next sign is due at the latest; infinity while none is. curve: None while it is
-        not known."""
+        """Return when the next sign is due at the latest; infinity while none is due. curve: None
+        while it is not known."""
         if self._is_idle or self._loads:
             return math.inf
         known = curve if curve is not None and curve.prefill_tokens_per_s else SLOWEST
@@ -116,19 +116,19 @@ class EngineProgress:
         return self._since_s + self.stall_s + PATIENCE * (prefill_s + self.tokens_a_chunk * step_s)
 
     def judge(self, curve: DecodeCurve | None, now: float) -> bool:
-        """Suspect the engine where a sign is overdue. Returns whether it is suspected only now."""
+        """Suspect the engine where a sign is overdue. Returns whether the suspicion is new."""
         if self.suspected or now < self.due_s(curve):
             return False
         self.suspected = True
         return True
 
     def suspect(self) -> None:
-        """A probe of the engine failed."""
+        """Suspect the engine, as a probe of it failed."""
         self.suspected = True
 
     def is_probe_due(self, now: float) -> bool:
-        """Whether to ask the engine for a token: it has nothing to do, and nobody has seen it
-        generate for a while."""
+        """Return whether to request a token from the engine: it has nothing to do, and no token has
+        come for a while."""
         rest_s = SUSPECT_PROBE_S if self.suspected else IDLE_PROBE_S
         return self._is_idle and not self._loads and now - self._since_s >= rest_s
 

@@ -1,17 +1,15 @@
-"""A lower bound of the makespan, against which plans are measured.
+"""Lower bound of the makespan, against which plans are measured.
 
 `lower_bound` is at most the makespan of every assignment of the trajectories to the engines,
-contiguous or not, to
-rounding. It is the largest of:
+contiguous or not, to rounding. It is the largest of:
+
 - the costliest trajectory alone on the engine that is best for it;
 - GROUP_SIZE, engines that are alike: the optimum itself, since some optimum is contiguous (Heddle's
   Lemma 5.1);
 - GROUP_SIZE, others: of the q longest, the engines must hold q; in time T they hold as many as
-  their sizes allow at
-  length L_q;
+  their sizes allow at length L_q;
 - LINEAR_INTEGRAL: all work over the engines' summed speed, once with slots as the limit of what
-  runs at once and once
-  with KV.
+  runs at once and once with KV.
 """
 
 import numpy as np
@@ -30,7 +28,7 @@ ROUNDING = 1e-12
 
 
 def lower_bound(costs: Costs) -> float:
-    """Seconds; 0 where there is nothing to run."""
+    """Return the lower bound in seconds; 0 where there is nothing to run."""
     table = costs.table
     n = len(table.lengths)
     if n == 0:
@@ -45,7 +43,8 @@ def lower_bound(costs: Costs) -> float:
 
 
 def costliest_alone(table: Table) -> float:
-    """Every trajectory runs somewhere, at the soonest alone on the engine that is best for it."""
+    """Return the seconds of the costliest trajectory, at the soonest alone on the engine that is
+    best for it."""
     lengths = table.lengths
     alone_s = table.engines[:, 0] + table.engines[:, 1]
     if table.model == CostModel.GROUP_SIZE:
@@ -63,8 +62,8 @@ def costliest_alone(table: Table) -> float:
 
 @compiled
 def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
-    """Largest over q in `counts` of the least T at which the engines' sizes for length L_q add up
-    to q."""
+    """Return the largest over q in `counts` of the least T at which the engines' sizes for length
+    L_q add up to q."""
     bound = 0.0
     for q in counts:
         # Seconds a token within which the engines hold q together: bisect to a relative 1e-12, from
@@ -95,8 +94,8 @@ def pigeonhole(engines: Floats, lengths: Floats, counts: Indexes) -> float:
 
 
 def shared_work(table: Table) -> float:
-    """All work over the engines' summed speed; the yardstick is the engine that gives the largest
-    bound.
+    """Return all work over the engines' summed speed; the yardstick is the engine that gives the
+    largest bound.
 
     An engine's time is at least sum L * (a / slots + b) + sum Q * k + sum P / rate, and at least
     the same with a taken from KV (sum Q * (a / capacity + k) + sum L * b). With r_e the least ratio

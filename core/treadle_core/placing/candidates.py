@@ -1,19 +1,14 @@
-"""The placements that are tried, and the best of them by their mean makespan over samples
-(`paths`).
+"""Try several placements, and choose the best by the mean makespan over samples (`paths`).
 
 Tried are, in this order, each against the best before it:
 - the present one, where trajectories that are nowhere yet go to the engine that then ends first,
   longest first;
 - those that have not started dealt again so, prompt by prompt, which prefills each prompt once, and
-  one by one: what a
-  sticky, least loaded rule would do, with predicted work for load;
+  one by one: what a sticky, least loaded rule would do, with predicted work for load;
 - the partition of all trajectories, longest path first, into one contiguous group for each engine,
-  fastest engine first
-  (Heddle §5.2 with tools in it), for several shares of the longest path that each group may hide;
-  whole, for those that
-  have not started, and for its first engines alone: these get their few long trajectories, and the
-  rest is dealt over
-  the others;
+  fastest engine first (Heddle §5.2 with tools in it), for several shares of the longest path that
+  each group may hide; whole, for those that have not started, and for its first engines alone:
+  these get their few long trajectories, and the rest is dealt over the others;
 - the best of these, improved step by step (`refining`).
 What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts
 count in the
@@ -66,10 +61,11 @@ MOST_SOLVED = 16
 def best_placement(
     engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes
 ) -> Indexes:
-    """engine_of[n]: the index of each trajectory's engine.
+    """Return engine_of[n], the index of each trajectory's engine in the best placement.
 
     engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work:
-    samples, medians: the same at its medians; current: each one's engine now, -1 for none.
+    samples, medians: the same at its medians; current: each trajectory's engine now, -1 for
+    none.
     """
     if not len(current):
         return current.copy()
@@ -102,14 +98,14 @@ def best_placement(
 
 
 def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """What each sample says of a placement, in seconds: less is better."""
+    """Return the seconds of a placement by each sample: less is better."""
     times, prompts_s = finish(engines, work, placement)
     judged_s: Floats = times.max(axis=0) + prompt_weight(engines, len(placement)) * prompts_s.mean()
     return judged_s
 
 
 def _alone_s(engines: Floats, amounts: Floats) -> Floats:
-    """Seconds that each trajectory takes alone on an engine of mean figures."""
+    """Return the seconds that each trajectory takes alone on an engine of mean figures."""
     mean = engines.mean(axis=0)
     decode_s = (mean[BASE_S] + mean[PER_SEQUENCE_S]) * amounts[:, TOKENS] + mean[
         PER_KV_TOKEN_S
@@ -128,8 +124,8 @@ def _partitions(
     order: Indexes,
     share: float,
 ) -> Iterator[Indexes]:
-    """The partition of `order` for one share, renamed so that most context stays as in `near`, and
-    its variants."""
+    """Yield the partition of `order` for one share, renamed so that most context stays as in
+    `near`, and its variants."""
     m = len(engines)
     own = medians.amounts[0][order]
     sums = np.zeros((len(own) + 1, own.shape[1]))
@@ -158,9 +154,9 @@ def _partitions(
 
 @inlined
 def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int, end: int) -> float:
-    """When an engine ends ranks [first, end): by their work, the path of the first of them, and the
-    path of one with `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1, 5]:
-    their sums before each rank."""
+    """Return when an engine ends ranks [first, end): by their work, the path of the first of them,
+    and the path of one with `share` of the longest of all. own[n, 5]: amounts by rank; sums[n + 1,
+    5]: their sums before each rank."""
     if end <= first:
         return 0.0
     group_work_s = work_s(engine, sums[end]) - work_s(engine, sums[first])
@@ -182,8 +178,8 @@ def group_s(engine: Floats, sums: Floats, own: Floats, share: float, first: int,
 
 @compiled
 def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Indexes:
-    """bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that come
-    longest first.
+    """Return bounds[m + 1]: engine e runs ranks [bounds[e], bounds[e + 1]) of trajectories that
+    come longest first.
 
     The largest `group_s` is about the least, then that of the engines after the first, and so on:
     by bisecting on the makespan with a greedy fill, which would be exact if no group's cost fell as
@@ -221,7 +217,7 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
 def reach(
     engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float
 ) -> int:
-    """The last end of a group from `first` that the engine ends within the limit."""
+    """Return the last end of a group from `first` that the engine finishes within the limit."""
     low, high = first, len(own) + 1
     while high - low > 1:
         probe = (low + high) // 2

@@ -1,4 +1,4 @@
-"""What it costs an engine to run a group of trajectories: the cost models that placement minimises.
+"""Costs of a group of trajectories on an engine: the cost models that placement minimises.
 
 Engines and trajectories become arrays, sorted and summed once (`tabulate`), so that the cost of any
 contiguous group of the sorted order is O(1) (`group_cost`). The solver is exact because, for one
@@ -38,7 +38,7 @@ from treadle_core.placing.workload import LENGTH, SUM_KV, SUM_LENGTHS, SUM_PREFI
 
 
 class Table(NamedTuple):
-    """What the kernels read: a workload, longest first, and the engines in the order in which they
+    """Input of the kernels: a workload, longest first, and the engines in the order in which they
     take it.
 
     `engines` has a row for each engine: base_s, per_sequence_s, per_kv_token_s, slots, KV tokens
@@ -58,8 +58,8 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """A table and the way back: `order[r]` and `engine_order[e]` are the caller's indexes of rank r
-    and engine e."""
+    """A table with the caller's indexes: `order[r]` is the index of rank r, `engine_order[e]` that
+    of engine e."""
 
     table: Table
     order: Indexes
@@ -68,7 +68,7 @@ class Costs:
 
 @inlined
 def group_cost(table: Table, engine: int, first: int, end: int) -> float:
-    """Seconds for `engine` to finish ranks [first, end); 0 for an empty group."""
+    """Return the seconds for `engine` to finish ranks [first, end); 0 for an empty group."""
     if end <= first:
         return 0.0
     if table.reach.shape[0] > 0 and end > table.reach[table.reach_of[engine], first]:
@@ -103,7 +103,7 @@ def tabulate(
 
     Trajectories of equal length keep the caller's order. Engines come fastest first (seconds a
     token alone), then by parallelism, then fewest slots: the head of the order are few and long.
-    What is given a `workspace` holds until its next use. Raises InvalidTrajectoryError,
+    With a `workspace` the result holds until its next use. Raises InvalidTrajectoryError,
     NothingFitsError, InvalidEngineError, NoEnginesError.
     """
     lengths = np.ascontiguousarray(lengths, np.float64)
@@ -138,8 +138,8 @@ def tabulate(
 
 
 def find_reach(contexts: Floats, order: Indexes, capacities: Floats) -> tuple[Indexes, Indexes]:
-    """`Table.reach` and `reach_of` for engines with these KV capacities; no rows where all contexts
-    fit all."""
+    """Return `Table.reach` and `reach_of` for engines with these KV capacities; no rows where all
+    contexts fit all."""
     n = len(contexts)
     if n == 0 or contexts.max() <= capacities.min():
         return np.zeros((0, n + 1), np.int64), np.zeros(len(capacities), np.int64)

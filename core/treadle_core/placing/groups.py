@@ -1,5 +1,5 @@
-"""Which engine takes which group of trajectories, where engines with equal figures could each take
-it."""
+"""Assign groups of trajectories to engines, where engines with equal figures could each take a
+group."""
 
 from collections.abc import Hashable, Iterable
 
@@ -9,7 +9,7 @@ from treadle_core.compiled import Flags, Floats, Indexes, compiled
 
 
 def number_kinds(figures: Iterable[Hashable]) -> Indexes:
-    """A number for each engine, the same for engines with equal figures."""
+    """Return a number for each engine, the same for engines with equal figures."""
     numbers: dict[Hashable, int] = {}
     return np.array([numbers.setdefault(each, len(numbers)) for each in figures], np.int64)
 
@@ -18,9 +18,9 @@ def number_kinds(figures: Iterable[Hashable]) -> Indexes:
 def keep_most(
     group_of: Indexes, present: Indexes, place: Indexes, context_tokens: Floats, kinds: Indexes
 ) -> Indexes:
-    """The engine that takes each group, among engines of the group's kind, so that most context
-    stays: greedy, most context first, at least half of the best possible. O(n + m^2) where few
-    groups want the same engine.
+    """Return the engine that takes each group, among engines of the group's kind, so that most
+    context stays: greedy, most context first, at least half of the best possible. O(n + m^2) where
+    few groups want the same engine.
 
     By trajectory: group_of and present, an engine or -1. place: what each value of `present` is
     among the m engines.
@@ -72,8 +72,8 @@ def keep_most(
 def relabel(
     planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes
 ) -> Indexes:
-    """The same partition with groups of equal engines exchanged so that most context stays where it
-    is."""
+    """Return the same partition with groups exchanged between equal engines so that most context
+    stays where it is."""
     groups = np.where(movable, planned, -1)
     engine_of = keep_most(groups, present, np.arange(len(kinds)), context_tokens, kinds)
     return np.where(groups >= 0, engine_of[groups], planned)

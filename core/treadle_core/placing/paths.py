@@ -1,5 +1,5 @@
-"""When engines end a placement of trajectories whose tools take time: the larger of their work and
-of a path.
+"""Compute when engines end a placement of trajectories whose tools take time: the larger of their
+work and of a path.
 
 An engine decodes a step of a batch in a + b * batch + k * KV tokens, and prefills a token in p + h
 * (tokens before it). A trajectory with d tokens left to sample and o tokens of tools' answers to
@@ -53,8 +53,8 @@ ROWS = 4_099  # a prime: rows that come again do so out of step with anything in
 # move before they end. On public traces 0.6 ended rollouts up to 10% sooner than 1, 0 up to 8%
 # later where tools bind; 0.3 was in between.
 RECOURSE = 0.6
-# Deviation that is sampled also where lengths are told, since the cost model errs itself: without
-# it a plan of told lengths followed each second that the model got wrong, and on 64 GPUs ended
+# Deviation that is sampled also where lengths are known, since the cost model errs itself: without
+# it a plan of known lengths followed each second that the model got wrong, and on 64 GPUs ended
 # rollouts 10% later than guessing.
 LEAST_SIGMA = 0.1
 # Of prompts, while trajectories wait for a slot. On public traces of three trajectories a slot 8
@@ -68,8 +68,8 @@ SIGMA_STEP = 1.0 / 48.0
 
 
 class Work(NamedTuple):
-    """What is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started: it
-    runs on its engine; read: its engine has prefilled its context; prompts: a number for each
+    """Work that is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started:
+    it runs on its engine; read: its engine has prefilled its context; prompts: a number for each
     prompt, from 0."""
 
     amounts: Floats
@@ -80,7 +80,7 @@ class Work(NamedTuple):
 
 
 def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
-    """The engines as the kernels read them, in the caller's order."""
+    """Return the engines as the kernels read them, in the caller's order."""
     rows = np.zeros((len(engines), PREFILL_PAIR_S + 1))
     for row, engine in zip(rows, engines, strict=True):
         curve, capacity = engine.decode_curve, engine.kv_tokens_capacity
@@ -94,7 +94,7 @@ def engine_rows(engines: Sequence[PlanEngine]) -> Floats:
 
 
 def kinds_of(engines: Sequence[PlanEngine]) -> Indexes:
-    """A number for each engine, the same for engines with equal figures."""
+    """Return a number for each engine, the same for engines with equal figures."""
     return number_kinds(
         (each.slot_limit, each.kv_tokens_capacity, each.tensor_parallel, each.decode_curve)
         for each in engines
@@ -111,8 +111,8 @@ def work_of(
     prompts: Indexes,
     factors: Floats | None = None,
 ) -> Work:
-    """The work at its medians, or times factors[samples, n]. observed: tokens of tools' answers
-    still to come."""
+    """Return the work at its medians, or times factors[samples, n]. observed: tokens of tools'
+    answers still to come."""
     factors = np.ones((1, len(tokens))) if factors is None else factors
     d, o = tokens * factors, observed * factors
     mean_contexts = contexts + 0.5 * (d + o)
@@ -121,9 +121,11 @@ def work_of(
 
 
 def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
-    """factors[samples, n]: what each sample makes of a length; rows: a number of each trajectory,
-    which gives it the same samples in every plan. log_sigma: standard deviation of ln(length), of
-    which RECOURSE is sampled, but at least LEAST_SIGMA; room_tokens: what the cap leaves."""
+    """Return factors[samples, n], by which each sample multiplies a length.
+
+    rows: a number of each trajectory, which gives it the same samples in every plan. log_sigma:
+    standard deviation of ln(length), of which RECOURSE is sampled, but at least LEAST_SIGMA;
+    room_tokens: what the cap leaves."""
     n = len(rows)
     most = room_tokens / np.maximum(tokens, 1.0)
     if n == 0:
@@ -138,8 +140,8 @@ def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens
 
 @cache
 def _draws() -> tuple[Indexes, Floats]:
-    """strata[MOST_SAMPLES, ROWS]: a stratum each; table[SIGMA_STEPS, LEVELS]: what it makes of a
-    length."""
+    """Return strata[MOST_SAMPLES, ROWS], a stratum for each sample and row, and table[SIGMA_STEPS,
+    LEVELS], the factors of a length."""
     rng = np.random.default_rng(0)
     every = LEVELS // MOST_SAMPLES
     strata = np.tile(np.arange(MOST_SAMPLES) * every, (ROWS, 1))
@@ -151,15 +153,15 @@ def _draws() -> tuple[Indexes, Floats]:
 
 
 def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """When the last engine ends in each sample; infinite where a context does not fit its engine's
-    KV."""
+    """Return when the last engine ends in each sample; infinite where a context does not fit its
+    engine's KV."""
     times: Floats = finish(engines, work, placement)[0].max(axis=0, initial=0.0)
     return times
 
 
 def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
-    """Whether makespans are less than the best so far, by `margin` of their mean and by what chance
-    alone makes of so few samples."""
+    """Return whether makespans are less than the best so far, by `margin` of their mean and by more
+    than chance alone gives in so few samples."""
     if not (np.isfinite(found_s).all() and np.isfinite(best_s).all()):
         return bool(np.isfinite(found_s).all())
     gains_s = best_s - found_s
@@ -169,9 +171,9 @@ def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
 
 @compiled
 def least_s(engines: Floats, work: Work) -> float:
-    """No placement ends earlier at the medians: the longest path alone on the engine that is
-    fastest for it, and all work shared by all engines, each trajectory's at the engine that has
-    least of it."""
+    """Return the seconds before which no placement ends at the medians: the longest path alone on
+    the engine that is fastest for it, and all work shared by all engines, each trajectory's at the
+    engine that has least of it."""
     longest_s = shared_s = 0.0
     for amounts in work.amounts[0]:
         alone_s = least_work_s = np.inf
@@ -186,15 +188,15 @@ def least_s(engines: Floats, work: Work) -> float:
 
 @inlined
 def path_s(own_s: float, tool_s: float, others_s: float) -> float:
-    """Seconds until a trajectory ends that needs own_s alone, beside others that work for
-    others_s."""
+    """Return the seconds until a trajectory ends that needs own_s alone, beside others with
+    others_s of work."""
     half = 0.5 * (own_s + others_s - tool_s)
     return float(tool_s + half + np.sqrt(half * half + own_s * tool_s))
 
 
 @inlined
 def work_s(engine: Floats, amounts: Floats) -> float:
-    """Seconds of an engine's work for a trajectory: w of the module's docstring."""
+    """Return the seconds of an engine's work for a trajectory: w of the module's docstring."""
     decode_s = engine[PER_SEQUENCE_S] * amounts[TOKENS] + engine[PER_KV_TOKEN_S] * amounts[KV]
     return float(
         decode_s + engine[PREFILL_S] * amounts[OBSERVED] + engine[PREFILL_PAIR_S] * amounts[PAIRS]
@@ -203,21 +205,21 @@ def work_s(engine: Floats, amounts: Floats) -> float:
 
 @inlined
 def prompt_s(engine: Floats, tokens: float) -> float:
-    """Seconds to prefill a prompt."""
+    """Return the seconds to prefill a prompt."""
     return float(engine[PREFILL_S] * tokens + 0.5 * engine[PREFILL_PAIR_S] * tokens * tokens)
 
 
 @compiled
 def prompt_weight(engines: Floats, count: int) -> float:
-    """The weight of the seconds of prompts where placements of `count` trajectories are compared.
-    It is larger while some of them wait for a slot: a later plan can still send these to another
-    engine than their prompt's."""
+    """Return the weight of the seconds of prompts where placements of `count` trajectories are
+    compared. It is larger while some of them wait for a slot: a later plan can still send these to
+    another engine than their prompt's."""
     return WAITING_WEIGHT if count > engines[:, SLOTS].sum() else 1.0
 
 
 @inlined
 def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float) -> float:
-    """Seconds until an engine has done what adds up to these."""
+    """Return the seconds until an engine has done work that adds up to these figures."""
     return float(
         engine[BASE_S] * max(tokens / engine[SLOTS], kv_tokens / engine[KV_TOKENS]) + all_work_s
     )
@@ -225,8 +227,8 @@ def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float)
 
 @compiled
 def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
-    """there[engine, prompt]: whether a sample's context is read on the engine, and with it the
-    prompt."""
+    """Return there[engine, prompt]: whether a sample's context is read on the engine, and with it
+    the prompt."""
     there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
     for index in range(len(placement)):
         if work.read[index] and placement[index] >= 0:
@@ -236,8 +238,8 @@ def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
 
 @compiled
 def reading_order(engines: Floats, work: Work) -> Indexes:
-    """The trajectories with the longest mean path alone first: the order in which engines prefill
-    prompts."""
+    """Return the trajectories with the longest mean path alone first: the order in which engines
+    prefill prompts."""
     base_s = engines[:, BASE_S].mean()
     engine = engines[0].copy()
     for column in range(len(engine)):
@@ -255,8 +257,8 @@ def reading_order(engines: Floats, work: Work) -> Indexes:
 
 @compiled
 def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexes, Indexes]:
-    """first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the given
-    order."""
+    """Return first[engines + 1] and members: engine e runs members[first[e] : first[e + 1]], in the
+    given order."""
     first = np.zeros(engines + 1, np.int64)
     for at in placement:
         if at >= 0:
@@ -325,8 +327,8 @@ def end_engine(
 
 @compiled
 def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Floats]:
-    """times[engines, samples]: seconds until each engine ends, and the seconds of each engine's
-    prompts. placement: index of an engine, -1 for none."""
+    """Return times[engines, samples], seconds until each engine ends, and the seconds of each
+    engine's prompts. placement: index of an engine, -1 for none."""
     m, n = len(engines), len(placement)
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     if n == 0:
@@ -419,7 +421,7 @@ def deal(
 def savings_s(
     engines: Floats, work: Work, placement: Indexes, moving: Indexes, targets: Indexes
 ) -> Floats:
-    """For each trajectory in `moving`, the seconds by which the later of its two engines ends
+    """Return for each trajectory in `moving` the seconds by which the later of its two engines ends
     earlier if it alone moves. Work at its medians; its prompt moves with its context."""
     m, amounts = len(engines), work.amounts[0]
     prompts_s = finish(engines, work, placement)[1]
@@ -448,8 +450,8 @@ def savings_s(
 def end_s(
     engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int
 ) -> float:
-    """When an engine ends its prompts and its members without one of them, or with one besides; -1
-    for none."""
+    """Return when an engine ends its prompts and its members `without` one of them, or with one
+    `besides`; -1 for none."""
     tokens = kv_tokens = ends_s = 0.0
     all_work_s = prompts_s
     for number in range(len(members) + 1):

@@ -1,5 +1,4 @@
-"""Where each trajectory runs: from what is left of each and the present engines to the engine of
-each trajectory.
+"""Choose the engine of each trajectory, from what is left of each and the present engines.
 
 Under CRITICAL_PATH the placement is the best of several that are tried (`candidates`), by its mean
 makespan over samples of what is left. Under the two others it is Heddle's presorted placement
@@ -39,10 +38,10 @@ from treadle_core.placing.workload import Workspace
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """engine_of[i]: the engine's index for trajectory i; finish_s[e]: what engine e needs by the
-    cost model.
+    """Result of a placement. engine_of[i]: the engine's index for trajectory i; finish_s[e]:
+    seconds of engine e by the cost model.
 
-    lower_bound_s <= makespan_s; None unless it was asked for.
+    lower_bound_s <= makespan_s; None unless the caller requested it.
     """
 
     engine_of: Indexes
@@ -68,16 +67,16 @@ def plan(
     read: Flags | None = None,
     prompts: Indexes | None = None,
 ) -> Plan:
-    """The plan of least makespan, balanced beyond the bottleneck, so that no engine stands empty
-    for nothing.
+    """Return the plan of least makespan, balanced beyond the bottleneck, so that no engine is idle
+    needlessly.
 
     For n trajectories: `lengths` is remaining tokens, `contexts` tokens in KV now, `current` the
-    index of the engine that holds that KV or -1. `bound` asks for the lower bound too. `workspace`
-    saves a caller who plans again and again the cost of fresh memory; the plan does not refer to
-    it. CRITICAL_PATH alone reads the rest: `log_sigma`, the standard deviation of ln(length) (none:
-    0), `room_tokens`, what the cap leaves (inf without one), `observed_tokens` and `tool_s`, tokens
-    and seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none:
-    those that have one), `read`, whether that has prefilled its context (none: of those that have
+    index of the engine that holds that KV or -1. `bound` adds the lower bound. `workspace` saves a
+    caller who plans again and again the cost of fresh memory; the plan does not refer to it.
+    CRITICAL_PATH alone reads the rest: `log_sigma`, the standard deviation of ln(length) (none: 0),
+    `room_tokens`, what the cap leaves (inf without one), `observed_tokens` and `tool_s`, tokens and
+    seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none: those
+    that have one), `read`, whether that has prefilled its context (none: of those that have
     started), `prompts`, a number that samples of a prompt share (none: no two do). Raises
     NoEnginesError, InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context
     that no engine's KV holds).
@@ -148,8 +147,8 @@ def spread(order: Indexes, bounds: Indexes, group_of: Indexes) -> None:
 
 
 def choose_engines(costs: Costs, group_of: Indexes, current: Indexes, contexts: Floats) -> Indexes:
-    """engine_of_group[m], indexes of the caller's engines; by trajectory: `group_of`, the table's
-    engine it was cut to, `current` and `contexts`."""
+    """Return engine_of_group[m], indexes of the caller's engines; by trajectory: `group_of`, the
+    table's engine it was assigned to, `current` and `contexts`."""
     if len(costs.engine_order) == 1 or not len(current) or current.max() < 0:
         return costs.engine_order
     kinds = number_kinds(row.tobytes() for row in costs.table.engines)

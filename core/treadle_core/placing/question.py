@@ -1,4 +1,4 @@
-"""A placement question, and the checks of every figure that placement reads.
+"""Question to the placement, and the checks of every figure that placement reads.
 
 Trajectories come as columns, which are all of one length and never written. A NaN, a negative
 figure or an engine that can hold nothing is refused here, so that no kernel meets it; an error's
@@ -21,7 +21,7 @@ from treadle_core.refusals import CoreError
 
 @dataclass(frozen=True, slots=True)
 class PlanEngine:
-    """An engine as the placement sees it."""
+    """An engine as the placement reads it."""
 
     engine_id: str
     slot_limit: int
@@ -31,8 +31,8 @@ class PlanEngine:
 
 
 def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
-    """The worst of each figure, which stands in for the curve of an engine beside these: never
-    better than what was measured."""
+    """Return the worst of each figure, which stands in for the curve of an engine beside these:
+    never better than a measured one."""
     rates = [
         curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s
     ]  # 0: unknown
@@ -47,11 +47,11 @@ def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
 
 @dataclass(frozen=True, eq=False)
 class PlanWork:
-    """Column i speaks of one trajectory: its row among the names, tokens left to sample, tokens of
-    context now, index (in the question) of its engine, -1 for none, standard deviation of
-    ln(remaining_tokens), tokens that the cap leaves (inf without one), tokens of tools' answers
-    left, seconds of tools left, whether it runs on its engine, whether that has read its context,
-    and a number that samples of one prompt share."""
+    """Work of a plan; entry i of each column is about one trajectory: its row among the names,
+    tokens left to sample, tokens of context now, index (in the question) of its engine, -1 for
+    none, standard deviation of ln(remaining_tokens), tokens that the cap leaves (inf without one),
+    tokens of tools' answers left, seconds of tools left, whether it runs on its engine, whether
+    that has read its context, and a number that samples of one prompt share."""
 
     names: Names
     rows: Indexes
@@ -71,7 +71,7 @@ class PlanWork:
 
     @cached_property
     def trajectory_ids(self) -> tuple[str, ...]:
-        """The ids; made on demand, as few callers need them."""
+        """Return the ids; they are made on demand, as few callers need them."""
         return tuple(self.names[self.rows].tolist())
 
     def __eq__(self, other: object) -> bool:
@@ -99,7 +99,7 @@ class InvalidEngineError(CoreError):
 
 
 class NoEnginesError(CoreError):
-    """There is nothing to place on."""
+    """There is no engine to place on."""
 
 
 class InvalidTrajectoryError(CoreError):
@@ -111,7 +111,7 @@ class NothingFitsError(InvalidTrajectoryError):
 
 
 def check_workload(lengths: Floats, contexts: Floats) -> None:
-    """Raises InvalidTrajectoryError naming the first bad figure."""
+    """Raise InvalidTrajectoryError that names the first bad figure."""
     check_column("remaining_tokens", lengths, len(lengths))
     check_column("context_tokens", contexts, len(lengths))
 
@@ -119,7 +119,7 @@ def check_workload(lengths: Floats, contexts: Floats) -> None:
 def check_column(
     name: str, values: Floats | Indexes, count: int, least: float = 0.0, most: float = MOST_TOKENS
 ) -> None:
-    """Raises InvalidTrajectoryError for another number of figures than `count`, or one that is out
+    """Raise InvalidTrajectoryError for another number of figures than `count`, or one that is out
     of range."""
     if values.shape != (count,):
         raise InvalidTrajectoryError(
@@ -135,7 +135,7 @@ def check_column(
 
 
 def check_fit(contexts: Floats, capacities: Floats) -> None:
-    """Raises NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf
+    """Raise NothingFitsError for a context that no engine's KV holds; capacities in tokens, inf
     where unknown."""
     most = float(capacities.max())
     if len(contexts) and contexts.max() > most:

@@ -1,10 +1,10 @@
-"""Improves a placement step by step: the engine that ends last gives one of its prompts, or one
+"""Improve a placement step by step: the engine that ends last gives one of its prompts, or one
 trajectory, to another.
 
-Each step takes the best of such changes by the mean of what the samples say, until none is better
-or MOST_AMOUNTS are read. Only trajectories that may go elsewhere at no cost are moved. Dealing
-longest first can lose a third, and a partition into contiguous groups sees no prompts; this mends
-both where few trajectories or long prompts are.
+Each step takes the best of such changes by the mean over the samples, until none is better or
+MOST_AMOUNTS are read. Only trajectories that may go elsewhere at no cost are moved. Dealing longest
+first can lose a third, and a partition into contiguous groups sees no prompts; this corrects both
+where there are few trajectories or long prompts.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class Groups(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Memory of a search: as `end_engine` wants it, two groups, and what two engines would take."""
+    """Memory of a search: scratch of `end_engine`, two groups, and the times of two engines."""
 
     seen: Flags
     waits_s: Floats
@@ -48,8 +48,8 @@ class Scratch(NamedTuple):
 
 @compiled
 def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Indexes:
-    """A placement that is no later by the mean over samples. free: whether a trajectory may go to
-    another engine."""
+    """Return a placement that ends no later by the mean over samples. free: whether a trajectory
+    may go to another engine."""
     m, n, samples = len(engines), len(placement), len(work.amounts)
     result = placement.copy()
     if m < 2 or n == 0:
@@ -108,7 +108,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
 def group_by_engine(
     engines: Floats, work: Work, placement: Indexes, order: Indexes, rank: Indexes, scratch: Scratch
 ) -> Groups:
-    """The placement as groups."""
+    """Return the placement as groups by engine."""
     m = len(engines)
     first, members = members_of(placement, order, m)
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
@@ -122,7 +122,7 @@ def group_by_engine(
 
 @compiled
 def find_last(times: Floats) -> tuple[int, float]:
-    """The engine that ends last in most samples, and the mean of when the last one ends."""
+    """Return the engine that ends last in most samples, and the mean of when the last one ends."""
     counts = np.zeros(len(times), np.int64)
     last_s = 0.0
     for sample in range(times.shape[1]):
@@ -142,9 +142,9 @@ def find_target(
     weight: float,
     scratch: Scratch,
 ) -> tuple[float, int, int]:
-    """The engine to which the moved trajectories of `source` should go: when the last engine then
-    ends on average, with the change in prompts times `weight`, that engine, and how many amounts
-    were read."""
+    """Return where the moved trajectories of `source` should go: when the last engine then ends on
+    average, with the change in prompts times `weight`; the engine; and how many amounts were
+    read."""
     m, samples = groups.times.shape
     group = groups.members[groups.first[source] : groups.first[source + 1]]
     kept = 0
@@ -176,7 +176,7 @@ def find_target(
 
 @compiled
 def mean_last(times: Floats, source: int, target: int, scratch: Scratch) -> float:
-    """The mean of when the last engine ends, with the new times of two of them."""
+    """Return the mean of when the last engine ends, with the new times of two of them."""
     total_s = 0.0
     for sample in range(times.shape[1]):
         last_s = max(scratch.source_s[sample], scratch.target_s[sample])
@@ -189,8 +189,8 @@ def mean_last(times: Floats, source: int, target: int, scratch: Scratch) -> floa
 
 @compiled
 def merge(there: Indexes, group: Indexes, moved: Flags, rank: Indexes, joined: Indexes) -> int:
-    """Write `there` and the moved ones of `group`, all in the order of `rank`, to `joined`; returns
-    how many."""
+    """Write `there` and the moved trajectories of `group`, all in the order of `rank`, to `joined`;
+    return how many."""
     count = at = 0
     for index in group:
         if not moved[index]:

@@ -1,5 +1,5 @@
-"""The exact partition of a sorted workload into one contiguous group for each engine (Heddle eq.
-3).
+"""Find the exact partition of a sorted workload into one contiguous group for each engine (Heddle
+eq. 3).
 
 The largest cost of a group is the least possible; groups may be empty. It is found by bisecting on
 the makespan with a greedy fill. The fill is exact: an engine that is given as much as it can finish
@@ -9,7 +9,7 @@ the optimum itself: a fill that meets T proves the largest cost it has, and one 
 that nothing below the cheapest extension of its groups can succeed; both are costs of real groups.
 `bounds` holds a whole partition at all times; only a better one is copied over it.
 
-Then the partition is balanced, so that no engine is idle for nothing: with one very long trajectory
+Then the partition is balanced, so that no engine is idle needlessly: with one very long trajectory
 every fill of the rest is optimal, and a greedy one leaves engines empty. The bottleneck's group is
 fixed, as small as it can be, and the engines before and after it are solved for what is left to
 them, and so on: the least largest cost, then the least second largest. Where work has a long tail
@@ -32,8 +32,8 @@ DROP_GROWTH = 8.0
 def furthest(
     table: Table, engine: int, at: int, end: int, hint: int, limit_s: float
 ) -> tuple[int, float, float]:
-    """The largest rank up to which an engine runs [at, rank) within the limit, searched from `hint`
-    outwards.
+    """Return the largest rank up to which an engine runs [at, rank) within the limit, searched from
+    `hint` outwards.
 
     Returns with it the cost of that group and the cost with one rank more, infinite where there is
     none. at < end.
@@ -69,12 +69,12 @@ def fill(
     end: int,
     limit_s: float,
 ) -> tuple[bool, float, float]:
-    """Give each engine in turn all that it finishes within `limit_s`; writes bounds[engine + 1],
-    the end of its group.
+    """Give each engine in turn all that it finishes within `limit_s`, and write the end of its
+    group to bounds[engine + 1].
 
-    The search starts at what `bounds` held before. Returns whether [first, end) was placed, the
-    largest cost of a group, and the least cost above the limit that a group would have with one
-    more. O(engines * log n).
+    The search starts at the former `bounds`. Returns whether [first, end) was placed, the largest
+    cost of a group, and the least cost above the limit that a group would have with one more.
+    O(engines * log n).
     """
     largest = 0.0
     extension = np.inf
@@ -110,11 +110,11 @@ def narrow(
     high: float,
     low_first: bool,
 ) -> tuple[float, int]:
-    """Least largest cost of the engines' ranks, between `low` and `high`, the largest cost in
-    `bounds`.
+    """Return the least largest cost of the engines' ranks, between `low` and `high`, the largest
+    cost in `bounds`.
 
     Leaves the greedy fill that has it in `bounds`. Returns the cost and the number of fills it
-    took. `low_first`: as `low` itself may well be it.
+    took. `low_first`: try `low` first, as it is likely to be the cost.
     """
     first, end = bounds[first_engine], bounds[end_engine]
     fills = 0
@@ -170,10 +170,10 @@ def tighten(
     limit_s: float,
 ) -> int:
     """Make the bottleneck's group the least with which the engines behind it still meet the limit;
-    counts the fills.
+    return the number of fills.
 
-    Only where cost does not grow with the group (a flat decode curve) is it less than what the
-    greedy fill gave.
+    Only where cost does not grow with the group (a flat decode curve) is it less than the group of
+    the greedy fill.
     """
     first = bounds[tight]
     high = bounds[tight + 1]
@@ -201,7 +201,7 @@ def tighten(
 
 @lean
 def same_kind(table: Table, one: int, other: int) -> bool:
-    """Whether two engines need the same time for every group."""
+    """Return whether two engines need the same time for every group."""
     for column in range(table.engines.shape[1]):
         if table.engines[one, column] != table.engines[other, column]:
             return False
@@ -212,9 +212,9 @@ def same_kind(table: Table, one: int, other: int) -> bool:
 def count_alone(
     table: Table, bounds: Indexes, scratch: Indexes, first_engine: int, end_engine: int
 ) -> tuple[int, int]:
-    """How many engines from `first_engine` on take one rank each because the first of what is left,
-    alone, is the least largest cost of the rest; writes their groups and a fill of the rest that
-    meets it. Counts the fills too.
+    """Return how many engines from `first_engine` on take one rank each, and the number of fills.
+    Such an engine takes the first rank that is left because that rank alone is the least largest
+    cost of the rest. Writes their groups and a fill of the rest that meets it.
 
     Among engines of one kind, whose ranks cost no more one after the other, it holds for all up to
     the last for which it holds: a fill that meets the cost of a later rank, with one rank and one
@@ -317,8 +317,8 @@ GUESS_SLACK = 1.0 / 128.0
 
 @lean
 def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
-    """Seconds of the least largest cost of all ranks over all engines; `bounds` comes with a
-    partition of any cost."""
+    """Return the seconds of the least largest cost of all ranks over all engines; `bounds` comes
+    with a partition of any cost."""
     n = len(table.lengths)
     m = len(table.engines)
     fluid = 0.0  # the engines' summed speed, by what each takes for all
@@ -346,7 +346,7 @@ def bottleneck(table: Table, bounds: Indexes, scratch: Indexes) -> float:
 
 @compiled
 def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
-    """Write the ends of the groups into bounds[1:], m + 1 entries, and returns the makespan in
+    """Write the ends of the groups into bounds[1:], m + 1 entries, and return the makespan in
     seconds."""
     n = len(table.lengths)
     m = len(table.engines)
@@ -371,14 +371,14 @@ def solve(table: Table, fill_budget: int, bounds: Indexes) -> float:
 
 @lean
 def group_costs(table: Table, bounds: Indexes, costs_s: Floats) -> None:
-    """Write what each engine of the table needs for its group."""
+    """Write the cost of each engine of the table for its group."""
     for engine in range(len(costs_s)):
         costs_s[engine] = group_cost(table, engine, bounds[engine], bounds[engine + 1])
 
 
 def partition(costs: Costs, fill_budget: int = BALANCE_FILLS) -> tuple[Indexes, float]:
-    """Bounds of the groups and the makespan: engine e of the table runs ranks [bounds[e], bounds[e
-    + 1])."""
+    """Return the bounds of the groups and the makespan: engine e of the table runs ranks
+    [bounds[e], bounds[e + 1])."""
     bounds = np.zeros(len(costs.table.engines) + 1, np.int64)
     makespan_s = solve(costs.table, fill_budget, bounds)
     return bounds, float(makespan_s)

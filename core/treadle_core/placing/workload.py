@@ -1,5 +1,5 @@
-"""A workload longest first, with the running sums that make the cost of any group O(1): one sort,
-one pass.
+"""Sort a workload longest first, with the running sums that make the cost of any group O(1): one
+sort, one pass.
 
 A plan of many trajectories spends most of its time in `rank`, so that is written for memory: two
 counting passes over keys of 22 bits instead of comparisons, then the few trajectories that share a
@@ -52,14 +52,14 @@ class Workspace:
         self._derived = np.empty(0)
 
     def floats(self, count: int, use: str) -> Floats:
-        """`count` floats of any value, the same memory at each call for one use."""
+        """Return `count` floats of any value, the same memory at each call for one use."""
         memory = self._memory.get(use)
         if memory is None or len(memory) < count:
             memory = self._memory[use] = np.empty(count)
         return memory[:count]
 
     def derive_once(self, source: Source, derive: Callable[[Source], Floats]) -> Floats:
-        """A copy of `derive(source)`, which is computed again only for another tuple."""
+        """Return a copy of `derive(source)`, which is computed again only for another tuple."""
         if self._source is not source:
             self._derived, self._source = derive(source), source
         return self._derived.copy()
@@ -94,7 +94,7 @@ def rank(
 
 
 def rank_by_numpy(lengths: Floats, contexts: Floats, placed: Flags) -> tuple[Indexes, Floats]:
-    """`rank`, equal to the last bit, in O(n log n)."""
+    """Return the same as `rank`, equal to the last bit, in O(n log n)."""
     order = np.argsort(-lengths, kind="stable").astype(np.int64)
     ranks = np.zeros((len(lengths) + 1, COLUMNS))
     descending = lengths[order]
@@ -145,7 +145,7 @@ def fetch(
         payload[index, 0] = lengths[index]
         payload[index, 1] = (
             -contexts[index] if placed[index] else contexts[index]
-        )  # the sign says: no prefill
+        )  # a negative sign: no prefill
     for rank in range(
         len(order)
     ):  # nothing but trips to memory, so that many are under way at once
@@ -158,8 +158,8 @@ def fetch(
 def finish(order: Indexes, ranks: Floats) -> bool:
     """Put ranks that share a key in exact order, remove the keys, and sum.
 
-    False, with nothing of use done, where a rank is out of place by more than LAG: then too many
-    share a key.
+    Returns False, with nothing of use done, where a rank is out of place by more than LAG: then too
+    many ranks share a key.
     """
     n = len(order)
     sum_lengths = 0.0

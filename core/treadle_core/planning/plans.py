@@ -1,5 +1,5 @@
-"""Plans: when to ask the placement service for one, and where each trajectory should be by the plan
-in force."""
+"""Plans: when to request one from the placement service, and where each trajectory should be by the
+plan in force."""
 
 from collections.abc import Iterable
 
@@ -22,12 +22,12 @@ NEW_SHARE = 0.5
 
 
 class PlanTiming:
-    """When to ask for a plan, by counts since the last question.
+    """Timing of requests for a plan, by counts since the last request.
 
-    Finished steps and closed trajectories (work) make one due every so many events, at most every
-    `plan_interval_s`. New trajectories and first predictions (news) make the last plan one for
-    another population: from NEW_SHARE of the open trajectories on a plan is due at once, with fewer
-    at the next tick.
+    Finished steps and closed trajectories (work) make a plan due every so many events, at most
+    every `plan_interval_s`. New trajectories and first predictions (news) change the population
+    that the last plan was made for: from NEW_SHARE of the open trajectories on a plan is due at
+    once, with fewer at the next tick.
     """
 
     def __init__(self, tuning: Tuning) -> None:
@@ -58,11 +58,12 @@ class PlanTiming:
         return self.news >= max(1.0, NEW_SHARE * open_count)
 
     def awaits_answer(self, now: float) -> bool:
-        """Return whether a question is out whose answer may still come."""
+        """Return whether a request is out whose answer may still come."""
         return self._asked_s is not None and now - self._asked_s < self._tuning.plan_timeout_s
 
     def is_due(self, now: float, open_count: int, ticked: bool) -> bool:
-        """Whether to ask now, with so many open trajectories. ticked: at a tick."""
+        """Return whether to request a plan now, with `open_count` open trajectories. ticked: at a
+        tick."""
         tuning = self._tuning
         renewed = self.is_renewed(open_count)
         if self.awaits_answer(now):
@@ -84,7 +85,7 @@ class PlanTiming:
 
 
 class Planner:
-    """Asks for plans, judges the answers, and knows where each trajectory should be.
+    """Planner that requests plans, judges the answers, and knows where each trajectory should be.
 
     Questions, answers and their judgement work on the live columns, so each takes about as long as
     sorting the trajectories.
@@ -117,8 +118,8 @@ class Planner:
         self._timing.note_news()
 
     def follow_prediction(self, record: TrajectoryRecord) -> None:
-        """Decide where a trajectory should be whose prediction has changed. This planner waits for
-        the next plan."""
+        """Decide where a trajectory should be when its prediction has changed. This planner waits
+        for the next plan."""
 
     def note_closing(self, record: TrajectoryRecord) -> None:
         self.drop_target(record)
@@ -139,15 +140,16 @@ class Planner:
         self._timing.note_news(max(self._tuning.plan_every_events, self._table.open_count()))
 
     def target(self, record: TrajectoryRecord) -> str:
-        """Id of the engine where the plan in force wants a trajectory; empty for none."""
+        """Return the id of the engine where the plan in force wants a trajectory; empty for
+        none."""
         return self._targets.get(record.trajectory_id, "")
 
     def targeted(self) -> Iterable[str]:
-        """Ids of the trajectories for which `target` names an engine."""
+        """Return the ids of the trajectories for which `target` names an engine."""
         return self._targets
 
     def ask(self, now: float, *, ticked: bool = False) -> AskPlan | None:
-        """The question for a plan, where one is due and there is a choice to make."""
+        """Return the request for a plan, if one is due and there is a choice to make."""
         timing = self._timing
         if not (timing.work or timing.news):
             return None
@@ -180,8 +182,8 @@ class Planner:
         return self._follow(snapshot, question, engine_of)
 
     def saving_s(self, record: TrajectoryRecord) -> float:
-        """Seconds that the move to `target` saved when the plan was made: its share of what the
-        plan saves, or what it saves its two engines alone, whichever is more."""
+        """Return the seconds that the move to `target` saved when the plan was made: its share of
+        what the plan saves, or what it saves its two engines alone, whichever is more."""
         return self._savings_s.get(record.trajectory_id, 0.0)
 
     def _make_question(self) -> AskPlan | None:
@@ -211,8 +213,8 @@ class Planner:
         return AskPlan(self._plan_id, work, snapshot.roster.plan_engines, self.cost_model)
 
     def _follow(self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes) -> list[str]:
-        """Follow an answer where it is better. engine_of: index of each trajectory's engine, -1 for
-        none."""
+        """Follow an answer that is better than the present placement. engine_of: index of each
+        trajectory's engine, -1 for none."""
         movable = snapshot.movable()
         if (engine_of >= 0).any():
             planned = self._place_answer(snapshot, question, engine_of, movable)
@@ -247,7 +249,7 @@ class Planner:
     def _place_answer(
         self, snapshot: Snapshot, question: AskPlan, engine_of: Indexes, movable: Flags
     ) -> Indexes:
-        """The answer as a placement of the present trajectories on the present engines."""
+        """Return the answer as a placement of the present trajectories on the present engines."""
         columns, roster = self._table.columns, snapshot.roster
         rows = question.work.rows
         if columns.ids is not question.work.names:  # the rows have new numbers

@@ -1,5 +1,5 @@
-"""Snapshot of engines and open trajectories at one moment: a plan is asked for from one, and judged
-by another.
+"""Snapshot of engines and open trajectories at one moment, from which a plan is requested and later
+judged.
 
 A plan is followed only where it beats the present placement by a margin, by the mean makespan over
 samples of what is left (`placing.paths`); moves of KV also pass the cost gate (`steps.transfers`).
@@ -48,7 +48,7 @@ class Columns:
 
 @compiled
 def gather(cells: Floats, rows: Indexes) -> Floats:
-    """Some rows, column by column, in a third of the time that numpy takes."""
+    """Return some rows, column by column, in a third of the time that numpy takes."""
     columns = np.empty((cells.shape[1], len(rows)))
     for index in range(len(rows)):
         row = rows[index]
@@ -81,7 +81,7 @@ def read_columns(live: LiveColumns) -> Columns:
 
 @dataclass(frozen=True)
 class Roster:
-    """The usable engines by id, and what the numbers in the live columns mean for them.
+    """Usable engines by id, and what the numbers in the live columns mean for them.
 
     rows: as `paths` reads them; kinds: a number that equal engines share. index_of_number: engine
     number -> index; here: engine number -> whether it holds a lease; carried: number of a set of
@@ -99,24 +99,24 @@ class Roster:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Open trajectories as columns, and the engines."""
+    """Snapshot of open trajectories, as columns, and of the engines at one moment."""
 
     live: Columns
     roster: Roster
 
     @cached_property
     def placement(self) -> Indexes:
-        """Index of each trajectory's engine."""
+        """Return the index of each trajectory's engine."""
         return self.roster.index_of_number[self.live.engine_number]
 
     @cached_property
     def prompts(self) -> Indexes:
-        """A number of each trajectory's prompt, from 0."""
+        """Return a number of each trajectory's prompt, from 0."""
         return np.unique(self.live.prompt_number, return_inverse=True)[1].astype(np.int64)
 
     @cached_property
     def samples(self) -> paths.Work:
-        """Samples of what is left."""
+        """Return the samples of the work that is left."""
         live = self.live
         return self._work(
             paths.sample_factors(live.rows, live.log_sigma, live.tokens, live.room_tokens)
@@ -124,11 +124,11 @@ class Snapshot:
 
     @cached_property
     def medians(self) -> paths.Work:
-        """What is left by the medians."""
+        """Return the work that is left by the medians."""
         return self._work(None)
 
     def plan(self) -> Indexes:
-        """The best placement of all trajectories, as the placement service would find it."""
+        """Return the best placement of all trajectories, as the placement service would find it."""
         roster = self.roster
         return best_placement(roster.rows, roster.kinds, self.samples, self.medians, self.placement)
 
@@ -138,8 +138,8 @@ class Snapshot:
         return paths.work_of(*amounts, live.started, live.read, self.prompts, factors)
 
     def movable(self) -> Flags:
-        """Trajectories that a plan may place elsewhere: all engines may run them, and they have
-        one."""
+        """Return the trajectories that a plan may place elsewhere: all engines may run them, and
+        they have one."""
         live, roster = self.live, self.roster
         movable: Flags = (
             live.planned & roster.here[live.engine_number] & roster.carried[live.tags_number]
@@ -148,7 +148,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """Takes snapshots; keeps the roster until the engines change."""
+    """Maker of snapshots, which keeps the roster until the engines change."""
 
     def __init__(self, engines: EngineTable, columns: LiveColumns) -> None:
         self._engines = engines
@@ -208,12 +208,13 @@ def warm_up() -> None:
 def choose_placement(
     snapshot: Snapshot, planned: Indexes, movable: Flags, tuning: Tuning
 ) -> tuple[Indexes, float]:
-    """The best placement by the mean over samples, and the seconds of the makespan that each of its
-    moves of KV saves.
+    """Return the best placement by the mean over samples, and the seconds of the makespan that each
+    of its moves of KV saves.
 
-    Tried are: the present one; the present one with trajectories that have not started where the
-    plan wants them, as they have no KV to move; the plan. What moves KV must beat what does not by
-    `tuning.plan_margin`. Trajectories on an engine that is not usable are left out.
+    It tries the present placement; the present one with trajectories that have not started where
+    the plan wants them, as they have no KV to move; the plan. A placement that moves KV must beat
+    one that does not by `tuning.plan_margin`. Trajectories on an engine that is not usable are left
+    out.
     """
     engines, staying = snapshot.roster.rows, snapshot.placement
     free = movable & (staying >= 0) & ~snapshot.live.started

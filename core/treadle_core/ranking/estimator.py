@@ -8,7 +8,7 @@ than it was, a running sibling as longer than it is.
 Each level is shrunk to the one below it (`evidence.posterior`), so that few observations bend an
 estimate and many determine it: siblings of the group <- earlier trajectories of the prompt <-
 trajectories of all prompts <- a stated prior. One ended trajectory is enough for a level to answer.
-A learned model (Heddle §4.1) is asked before these.
+A learned model (Heddle §4.1) is preferred to these.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ USE_WEIGHT_TURNS = 8.0
 
 # The prior: log-normal totals, in the middle of the published agentic workloads and wide, so that a
 # few observations bend it. Trajectories that have ended also move its median and its spread, as
-# those of PRIOR_WEIGHT observations: it is what is said of a trajectory that is longer than all
+# those of PRIOR_WEIGHT observations: it is the estimate of a trajectory that is longer than all
 # that were seen, whatever a workload's scale.
 PRIOR_WEIGHT = 4.0
 PRIOR_MEDIAN_TOKENS = 1_000.0
@@ -76,7 +76,7 @@ class InvalidProgressError(CoreError):
 
 
 class Source(enum.IntEnum):
-    """The estimator that answered."""
+    """Estimator that answered a question."""
 
     PRIOR = 1
     HISTORY = 2
@@ -86,7 +86,7 @@ class Source(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is known of a trajectory after `turn` steps. Raises InvalidProgressError."""
+    """Known facts of a trajectory after `turn` steps. Raises InvalidProgressError."""
 
     trajectory_id: str
     prompt_id: str
@@ -112,14 +112,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TurnUse:
-    """What a turn's tools take on average: seconds, and tokens of the answer; 0 before anything is
-    known."""
+    """Mean use of a turn's tools: seconds, and tokens of the answer; 0 before anything is known."""
 
     tool_s: float = 0.0
     observed_tokens: float = 0.0
 
     def update(self, weight: float, seen: ToolUse) -> TurnUse:
-        """The means after these sums, with the present ones as those of `weight` turns."""
+        """Return the means after these sums, with the present means counting as `weight` turns."""
         turns = weight + seen.turns
         if turns <= 0.0:
             return self
@@ -131,8 +130,9 @@ class TurnUse:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What remains, as quantiles. `model_version` names the evidence behind it, e.g. siblings-7. Of
-    tools: the turns left, each with what a turn's tools take on average."""
+    """Forecast of what remains, as quantiles. `model_version` names the evidence behind it, e.g.
+    siblings-7. Its figures of tools are those of the turns left, each with what a turn's tools take
+    on average."""
 
     remaining_tokens: Estimate
     remaining_turns: Estimate
@@ -142,12 +142,12 @@ class Forecast:
 
     @property
     def remaining_tool_s(self) -> Estimate:
-        """Seconds."""
+        """Return the seconds of tool calls that remain."""
         return self._of_turns(self.turn_use.tool_s)
 
     @property
     def remaining_observed_tokens(self) -> Estimate:
-        """Tokens of tools' answers."""
+        """Return the tokens of tools' answers that remain."""
         return self._of_turns(self.turn_use.observed_tokens)
 
     def _of_turns(self, a_turn: float) -> Estimate:
@@ -157,13 +157,13 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """P(total > t) of tokens and of turns, on TOKEN_KNOTS and TURN_KNOTS."""
+    """Survival curves P(total > t) of tokens and of turns, on TOKEN_KNOTS and TURN_KNOTS."""
 
     tokens: Floats
     turns: Floats
 
     def update(self, weight: float, tokens: Observed, turns: Observed) -> Curves:
-        """The curves after observations, with these as the base that counts as `weight`
+        """Return the curves after observations, with these as the base that counts as `weight`
         observations."""
         return Curves(
             posterior(TOKEN_KNOTS, self.tokens, weight, tokens),
@@ -173,7 +173,7 @@ class Curves:
     def update_by(
         self, weight: float, ended: Collection[Ended], running: Collection[Running] = ()
     ) -> Curves:
-        """`update` by trajectories."""
+        """Return the curves after observing trajectories, as `update`."""
         whole = [each for each in ended if each.own_end]
         cut: list[Ended | Running] = [*(each for each in ended if not each.own_end), *running]
         return self.update(
@@ -183,7 +183,7 @@ class Curves:
         )
 
     def forecast(self, progress: Progress, source: Source, version: str) -> Forecast:
-        """What remains beyond `progress`, within its cap."""
+        """Return what remains beyond `progress`, within its cap."""
         tokens = np.array(remaining_quantiles(TOKEN_KNOTS, self.tokens, progress.gen_tokens))
         if progress.max_total_tokens:
             tokens = np.minimum(tokens, max(0, progress.max_total_tokens - progress.gen_tokens))
@@ -200,7 +200,7 @@ class LogNormal:
         self._curves: OrderedDict[tuple[int, int], Floats] = OrderedDict()
 
     def fit(self, seen: Observed) -> Floats:
-        """The curve after these totals, as a log-normal one; without any, as it was stated."""
+        """Return the log-normal curve after these totals; without any, the stated one."""
         count, mean, variance = log_moments(seen)
         weight = PRIOR_WEIGHT + count
         # Steps of 2% in the median and of 0.02 in sigma, so that most curves are at hand.
@@ -225,8 +225,8 @@ class LogNormal:
 
 
 class Prior:
-    """A stated default: log-normal totals, which totals that were seen move (`fit`). Medians in
-    tokens and turns, sigmas of the natural log; all > 0."""
+    """Stated default: log-normal totals, which observed totals move (`fit`). Medians in tokens and
+    turns, sigmas of the natural log; all > 0."""
 
     def __init__(
         self,
@@ -239,12 +239,12 @@ class Prior:
         self._turns = LogNormal(TURN_KNOTS, median_turns, sigma_turns)
 
     def fit(self, tokens: Observed, turns: Observed) -> Curves:
-        """The curves after these totals of all prompts."""
+        """Return the curves after these totals of all prompts."""
         return Curves(self._tokens.fit(tokens), self._turns.fit(turns))
 
 
 class Estimator:
-    """Estimates from siblings, ended and running, shrunk to the prompt's history; where none has
+    """Estimator from ended and running siblings, shrunk to the prompt's history; where none has
     ended from the history alone; else from the prior."""
 
     def __init__(self, evidence: Evidence, prior: Prior) -> None:
@@ -258,8 +258,8 @@ class Estimator:
         return replace(self._estimate(progress), turn_use=self._turn_use(progress))
 
     def _turn_use(self, progress: Progress) -> TurnUse:
-        """Means over all, shrunk towards those of the prompt, of the group, and of the trajectory
-        itself."""
+        """Return the means over all, shrunk towards those of the prompt, of the group, and of the
+        trajectory itself."""
         evidence = self._evidence
         found = evidence.group_of(progress.trajectory_id, progress.prompt_id)
         group = found[1].ended.values() if found is not None else ()
@@ -301,7 +301,8 @@ class Estimator:
         return self._of_all[1]
 
     def _curves_of_group(self, key: GroupKey, group: Group) -> Curves:
-        """Shrunk to the curves of the prompt without the group itself."""
+        """Return the curves of a group, shrunk to the curves of the prompt without the group
+        itself."""
         revision, kept = self._evidence.revision, self._of_groups
         cached = kept.get(key)
         if cached is not None and cached[0] == revision:
@@ -332,8 +333,8 @@ LONGEST = 0.10  # share of the trajectories that are the long tail (Heddle 7.2)
 
 
 def recall_of_longest(total: Floats, predicted: Floats) -> float:
-    """Share of the longest tenth that is in the tenth predicted longest; ties count as a random
-    choice among them."""
+    """Return the share of the longest tenth that is in the tenth predicted longest; ties count as a
+    random choice among them."""
     most = max(1, round(LONGEST * len(total)))
     longest = np.zeros(len(total), np.bool_)
     longest[np.argsort(-total, kind="stable")[:most]] = True
@@ -344,7 +345,7 @@ def recall_of_longest(total: Floats, predicted: Floats) -> float:
 
 
 def correlation(one: Floats, other: Floats) -> float:
-    """Pearson's; 0 where either does not vary."""
+    """Return Pearson's correlation; 0 where either does not vary."""
     if len(one) < 2 or np.ptp(one) == 0.0 or np.ptp(other) == 0.0:
         return 0.0
     return float(np.corrcoef(one, other)[0, 1])

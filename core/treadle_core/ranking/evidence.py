@@ -34,8 +34,8 @@ LEAST_AT_RISK = 1e-300  # observations; keeps a division from zero
 
 
 def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
-    """The curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural log,
-    both > 0."""
+    """Return the curve of a log-normal total: `median` in the knots' unit, `sigma` of the natural
+    log, both > 0."""
     scale = sigma * math.sqrt(2.0)
     return np.array(
         [0.5 * math.erfc(math.log(t / median) / scale) if t > 0.0 else 1.0 for t in knots.tolist()]
@@ -43,8 +43,8 @@ def lognormal(knots: Floats, median: float, sigma: float) -> Floats:
 
 
 def log_moments(seen: Observed) -> tuple[int, float, float]:
-    """Of totals that ended: how many, and mean and variance of their natural logs; of those below 1
-    as of 1."""
+    """Return the number of totals that ended, and the mean and variance of their natural logs;
+    totals below 1 count as 1."""
     count = int(seen.ended.sum())
     if count == 0:
         return 0, 0.0, 0.0
@@ -55,8 +55,8 @@ def log_moments(seen: Observed) -> tuple[int, float, float]:
 
 @dataclass(frozen=True)
 class Observed:
-    """Totals: distinct `values`, ascending; for each, how many ended there (`ended`), and how many
-    were cut there or still run (`censored`: their total is larger)."""
+    """Observed totals: distinct `values`, ascending; for each, how many ended there (`ended`), and
+    how many were cut there or still run (`censored`: their total is larger)."""
 
     values: Floats
     ended: Indexes
@@ -72,7 +72,7 @@ def count_totals(ended: Sequence[float], censored: Sequence[float]) -> Observed:
 
 
 class Tally:
-    """Counts many totals on knots: adding or removing one takes O(log knots)."""
+    """Counts of many totals on knots: adding or removing one takes O(log knots)."""
 
     def __init__(self, knots: Floats) -> None:
         self._knots = knots.tolist()
@@ -87,7 +87,8 @@ class Tally:
 
 
 def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Floats:
-    """The survival curve after observing totals; the base counts as `weight` > 0 observations."""
+    """Return the survival curve after observing totals; the base counts as `weight` > 0
+    observations."""
     counts = seen.ended + seen.censored
     count = int(counts.sum())
     if count == 0:
@@ -104,7 +105,7 @@ def posterior(knots: Floats, base: Floats, weight: float, seen: Observed) -> Flo
 
 
 def remaining_quantiles(knots: Floats, curve: Floats, done: float) -> tuple[float, float, float]:
-    """p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
+    """Return p10, p50 and p90 of total - done, given total > done; 0 beyond the last knot."""
     if done >= knots[-1]:
         return (0.0, 0.0, 0.0)
     alive = float(np.interp(done, knots, curve))
@@ -133,15 +134,15 @@ MOST_OF_ALL = 2_048  # newest ended trajectories of all prompts
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """An open trajectory. `turns` are finished steps, `gen_tokens` sampled in them."""
+    """Open trajectory. `turns` are finished steps, `gen_tokens` are the tokens sampled in them."""
 
     turns: int = 0
     gen_tokens: int = 0
     last_step_tokens: int = 0  # of gen_tokens, sampled in the last finished step
 
     def after_step(self, turn: int, output_tokens: int) -> Running:
-        """The trajectory after a step, whose output counts once, also where it resumed on another
-        engine."""
+        """Return the trajectory after a step, whose output counts once, also where the step resumed
+        on another engine."""
         if turn + 1 < self.turns:
             return self
         before = self.gen_tokens - (self.last_step_tokens if turn + 1 == self.turns else 0)
@@ -153,8 +154,8 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a
-    failure, a cancellation) and is censored. weight_version: of the policy that sampled it; None
+    """Closed trajectory. own_end: it finished by itself; otherwise it was cut (by a cap, a failure,
+    a cancellation) and is censored. weight_version: the version of the policy that sampled it; None
     where it is not known. observed_tokens: of its tools' answers; tool_s: of all its tool calls."""
 
     trajectory_id: str
@@ -170,14 +171,14 @@ class Ended:
 
 @dataclass(slots=True)
 class Group:
-    """Siblings, by trajectory id."""
+    """Siblings of one group, by trajectory id."""
 
     running: dict[str, Running] = field(default_factory=dict)
     ended: dict[str, Ended] = field(default_factory=dict)
 
 
 class Versions:
-    """The mean weight version of ended trajectories that have one."""
+    """Mean weight version of the ended trajectories that have one."""
 
     def __init__(self, ended: Iterable[Ended] = ()) -> None:
         self._sum = self._count = 0
@@ -212,7 +213,7 @@ GroupKey = tuple[str, str]
 
 
 class Evidence:
-    """Folds openings, steps and closings; callers must not change what it returns."""
+    """Evidence from openings, steps and closings; callers must not change what it returns."""
 
     def __init__(self) -> None:
         self._key_of: OrderedDict[str, GroupKey] = OrderedDict()  # running trajectory -> its group
@@ -259,7 +260,7 @@ class Evidence:
             self._groups.move_to_end(key)
 
     def close_trajectory(self, ended: Ended) -> bool:
-        """Add an ended trajectory, known or not; returns False where it has ended before."""
+        """Add an ended trajectory, known or not. Returns False where it has ended before."""
         if self._has_ended(ended.trajectory_id, ended.rollout_id, ended.prompt_id):
             return False
         self._drop_running(ended.trajectory_id)
@@ -278,17 +279,17 @@ class Evidence:
         return True
 
     def group_of(self, trajectory_id: str, prompt_id: str) -> tuple[GroupKey, Group] | None:
-        """The group of a trajectory; for an unknown one, the newest group of its prompt."""
+        """Return the group of a trajectory; for an unknown one, the newest group of its prompt."""
         key = self._key_of.get(trajectory_id) or self._newest_group.get(prompt_id)
         return None if key is None else (key, self._groups[key])
 
     def ended_of_prompt(self, prompt_id: str) -> Collection[Ended]:
-        """The newest ended trajectories of a prompt in all rollouts, oldest first."""
+        """Return the newest ended trajectories of a prompt in all rollouts, oldest first."""
         return self._prompts.get(prompt_id, OrderedDict[str, Ended]()).values()
 
     def mean_version(self, trajectory_id: str, prompt_id: str) -> float | None:
-        """The mean weight version of a trajectory's ended siblings, else of its prompt, else of
-        all; None where these have none."""
+        """Return the mean weight version of a trajectory's ended siblings, else of its prompt, else
+        of all; None where these have none."""
         found = self.group_of(trajectory_id, prompt_id)
         siblings = found[1].ended.values() if found is not None else ()
         own = siblings or self.ended_of_prompt(prompt_id)
@@ -296,12 +297,12 @@ class Evidence:
 
     @property
     def ended_kept(self) -> int:
-        """The number of ended trajectories in `tokens` and `turns`."""
+        """Return the number of ended trajectories in `tokens` and `turns`."""
         return len(self._all)
 
     @property
     def known_prompts(self) -> int:
-        """The number of prompts with an ended trajectory."""
+        """Return the number of prompts with an ended trajectory."""
         return len(self._prompts)
 
     def _group(self, key: GroupKey) -> Group:
@@ -345,6 +346,7 @@ class Evidence:
 
 
 def keep(into: dict[str, Ended], ended: Ended, most: int) -> Ended | None:
-    """Add one; returns the oldest, which it removes, where there are more than `most`."""
+    """Add an ended trajectory. Returns the oldest, which it removes, where there are more than
+    `most`."""
     into[ended.trajectory_id] = ended
     return into.pop(next(iter(into))) if len(into) > most else None

@@ -1,4 +1,4 @@
-"""How much is left of a trajectory, and the priority of its next step under each ordering.
+"""Work that is left of a trajectory, and the priority of its next step under each ordering.
 
 What is left follows from the last prediction and what was sampled since; it is never negative and
 never more than the trajectory's cap leaves, as one prediction that is far too long would otherwise
@@ -11,23 +11,18 @@ with a new prediction. Aging needs no messages: all waiting steps age at the sam
 in a priority count from `epoch_s`, the controller's first start, which keeps the numbers short.
 
 - PROGRESSIVE (Heddle 4.2): predicted remaining time, of tokens and tool calls together as either
-  can be the bound, on a
-  log2 scale, so that hysteresis and aging are ratios and suit small and large models alike. For the
-  makespan it is not
-  the median: the last trajectory is one that might have been long, so what is not known is begun
-  early (LATE_Z).
+  can be the bound, on a log2 scale, so that hysteresis and aging are ratios and suit small and
+  large models alike. For the makespan it is not the median: the last trajectory is one that might
+  have been long, so what is not known is begun early (LATE_Z).
 - ROUND_ROBIN: steps in the order of requests, as the engines of verl and slime do with a returning
   step.
 - FCFS: trajectories in the order of opening; a returning step keeps its trajectory's place.
 - LEAST_ATTAINED (Autellix's program-level attained service, PLAS): the trajectory that has been
-  served least starts
-  first. Autellix counts seconds of service in a few queue levels, demotes a call while it runs and
-  raises it by its
-  ratio of waiting to service; here sampled tokens on a log2 scale stand for the levels, and all
-  steps age alike.
+  served least starts first. Autellix counts seconds of service in a few queue levels, demotes a
+  call while it runs and raises it by its ratio of waiting to service; here sampled tokens on a log2
+  scale stand for the levels, and all steps age alike.
 - SHORTEST_FIRST: least predicted remaining tokens first (SRPT), which Heddle's text compares itself
-  with under
-  Autellix's name; it needs a predictor, which Autellix does not have.
+  with under Autellix's name; it needs a predictor, which Autellix does not have.
 """
 
 import math
@@ -54,7 +49,8 @@ LEAST_WORK_S = 1e-3  # work below a millisecond ranks as this, since log2 of 0 i
 
 
 def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
-    """Tokens left to sample: the predicted median less what was sampled since, within the cap."""
+    """Return the tokens left to sample: the predicted median less what was sampled since, within
+    the cap."""
     if record.prediction is None:
         left = tuning.default_remaining_tokens
     else:
@@ -66,7 +62,7 @@ def remaining_tokens(record: TrajectoryRecord, tuning: Tuning) -> float:
 
 
 def room_tokens(record: TrajectoryRecord) -> float:
-    """Tokens that the trajectory's cap leaves; infinite without one."""
+    """Return the tokens that the trajectory's cap leaves; infinite without one."""
     return (
         float(max(0, record.max_total_tokens - record.gen_tokens))
         if record.max_total_tokens
@@ -75,23 +71,24 @@ def room_tokens(record: TrajectoryRecord) -> float:
 
 
 def log_sigma(record: TrajectoryRecord) -> float:
-    """Standard deviation of ln(tokens left) by the prediction; 0 without one."""
+    """Return the standard deviation of ln(tokens left) by the prediction; 0 without one."""
     return (
         log_deviation(record.prediction.remaining_tokens) if record.prediction is not None else 0.0
     )
 
 
 def log_deviation(estimate: Estimate) -> float:
-    """Standard deviation of the logarithm, from the median and the 90th percentile; at most
-    MOST_LOG_SIGMA, which plans accept, as a median near 0 beside a long upper quantile would give
-    more."""
+    """Return the standard deviation of the logarithm, from the median and the 90th percentile; at
+    most MOST_LOG_SIGMA, which plans accept, as a median near 0 beside a long upper quantile would
+    give more."""
     if not estimate.p90 > estimate.p50 > 0.0:
         return 0.0
     return min((math.log(estimate.p90) - math.log(estimate.p50)) / P90_Z, MOST_LOG_SIGMA)
 
 
 def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning: Tuning) -> int:
-    """KV tokens that an engine reserves: the present context and a share of its growth to the end.
+    """Return the KV tokens that an engine reserves: the present context and a share of its growth
+    to the end.
 
     The growth is the tokens left to sample and those that tools will still answer.
     """
@@ -104,21 +101,22 @@ def reserve_tokens(record: TrajectoryRecord, mean_observed_tokens: float, tuning
 
 
 def remaining_s(record: TrajectoryRecord, token_s: float, tuning: Tuning) -> float:
-    """Seconds left without any waiting: `token_s` a token, and the tool calls of the predicted
-    turns."""
+    """Return the seconds left without any waiting: `token_s` a token, and the tool calls of the
+    predicted turns."""
     return remaining_tokens(record, tuning) * token_s + remaining_tool_s(record)
 
 
 def token_s(spec: EngineSpec | None) -> float:
-    """Seconds an engine takes for a token of one sequence while all its slots decode."""
+    """Return the seconds an engine takes for a token of one sequence while all its slots decode."""
     if spec is None:
         return DEFAULT_BASE_S
     return spec.decode_curve.base_s + spec.decode_curve.per_sequence_s * spec.slot_limit
 
 
 def remaining_tool_s(record: TrajectoryRecord) -> float:
-    """Seconds of tool calls left: as predicted, else those of the turns left, each as long as the
-    mean of this trajectory's calls; 0 while no call was seen or turns are not predicted."""
+    """Return the seconds of tool calls left: as predicted, else those of the turns left, each as
+    long as the mean of this trajectory's calls; 0 while no call was seen or turns are not
+    predicted."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
@@ -132,9 +130,9 @@ def remaining_tool_s(record: TrajectoryRecord) -> float:
 
 
 def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: float = 0.0) -> float:
-    """Tokens of tools' answers left: as predicted, else those of the turns left, each as long as
-    this trajectory's were on average; before it had any, as `mean_observed_tokens`, the mean over
-    all trajectories."""
+    """Return the tokens of tools' answers left: as predicted, else those of the turns left, each as
+    long as this trajectory's were on average; before it had any, as `mean_observed_tokens`, the
+    mean over all trajectories."""
     prediction = record.prediction
     if prediction is None:
         return 0.0
@@ -151,16 +149,15 @@ def remaining_observed_tokens(record: TrajectoryRecord, mean_observed_tokens: fl
 
 
 class Priorities:
-    """Computes priorities by the policy of each trajectory; the same record always gets the same
-    one."""
+    """Priorities by the policy of each trajectory; the same record always gets the same one."""
 
     def __init__(self, tuning: Tuning, epoch_s: float) -> None:
         self._tuning = tuning
         self._epoch_s = epoch_s
 
     def priority(self, record: TrajectoryRecord, token_s: float) -> float:
-        """The priority of the step requested at `record.requested_s`, on an engine that takes
-        `token_s` a token."""
+        """Return the priority of the step requested at `record.requested_s`, on an engine that
+        takes `token_s` a token."""
         match record.policy.ordering:
             case Ordering.PROGRESSIVE:
                 left_s = remaining_s(record, token_s, self._tuning)
@@ -179,7 +176,8 @@ class Priorities:
                 return self._age(-math.log2(1.0 + record.gen_tokens), record)
 
     def must_report(self, policy: Policy, old: float, new: float) -> bool:
-        """Whether a priority has changed by enough to send it to an engine's queue (hysteresis)."""
+        """Return whether a priority has changed by enough to send it to an engine's queue
+        (hysteresis)."""
         if policy.ordering in (Ordering.FCFS, Ordering.ROUND_ROBIN):
             return False  # these are times of requests, which do not change
         if policy.ordering is Ordering.PROGRESSIVE and policy.objective is Objective.DEADLINE:
@@ -187,8 +185,8 @@ class Priorities:
         return abs(new - old) >= self._tuning.reprioritize_doublings
 
     def _age(self, doublings: float, record: TrajectoryRecord) -> float:
-        """Work with aging: the step requested earlier ranks higher by the doublings that the
-        difference is worth."""
+        """Return the work with aging: the step requested earlier ranks higher by the doublings that
+        the difference is worth."""
         return doublings - (record.requested_s - self._epoch_s) / self._tuning.aging_doubling_s
 
     def _progressive(self, record: TrajectoryRecord, left_s: float) -> float:

@@ -1,5 +1,5 @@
-"""What shaping does to the distribution that is trained on: trained samples beside all sampled
-ones, and alarms.
+"""Measure how shaping changes the distribution that is trained on: trained samples beside all
+sampled ones, and alarms.
 
 Every rule that chooses samples, aborts long ones or drops groups trains on another distribution
 than the policy's. The guard counts both, by length, reward and difficulty (success rate of the
@@ -58,26 +58,26 @@ class Histogram:
         return sum(self.counts)
 
     def shares(self) -> Floats:
-        """Share of all at or below each edge; zeros where nothing was counted."""
+        """Return the share of all values at or below each edge; zeros where nothing was counted."""
         running = np.cumsum(self.counts)
         return np.asarray(running / running[-1] if running[-1] > 0.0 else running)
 
     def quantile(self, fraction: float) -> float:
-        """The upper edge of the bin in which this fraction is reached; 0 where nothing was
+        """Return the upper edge of the bin in which this fraction is reached; 0 where nothing was
         counted."""
         if self.total <= 0.0:
             return 0.0
         return self.edges[int(np.searchsorted(self.shares(), fraction - 1e-12))]
 
     def share_above(self, value: float) -> float:
-        """Share of what was counted in bins above the one of `value`."""
+        """Return the share of what was counted in bins above the one of `value`."""
         at = bisect_left(self.edges, value)
         return float(1.0 - self.shares()[at]) if at < len(self.edges) and self.total > 0.0 else 0.0
 
 
 def distance(one: Histogram, other: Histogram) -> float:
-    """The largest difference of their shares at or below a value (Kolmogorov and Smirnov): 0 alike,
-    1 apart."""
+    """Return the largest difference of two histograms' shares at or below a value (Kolmogorov and
+    Smirnov): 0 where they are alike, 1 where they are apart."""
     return float(np.abs(one.shares() - other.shares()).max()) if one.total and other.total else 0.0
 
 
@@ -90,11 +90,11 @@ class Pair:
 
     @property
     def distance(self) -> float:
-        """See `distance`."""
+        """Return the distance between the sampled and the trained values; see `distance`."""
         return distance(self.sampled, self.trained)
 
     def quantiles(self, fractions: Sequence[float] = (0.1, 0.5, 0.9)) -> dict[str, list[float]]:
-        """Of both."""
+        """Return quantiles of the sampled and of the trained values."""
         return {
             name: [getattr(self, name).quantile(each) for each in fractions]
             for name in ("sampled", "trained")
@@ -102,7 +102,7 @@ class Pair:
 
 
 class KeptFraction(NamedTuple):
-    """Trained samples over samples that decoded, and what this says."""
+    """Trained samples over samples that decoded, and a verdict on that."""
 
     value: float
     regime: str  # "all", "working" or "wasteful"
@@ -110,7 +110,7 @@ class KeptFraction(NamedTuple):
 
 
 def judge_kept(trained: float, decoded: float) -> KeptFraction:
-    """The kept fraction and its regime; of nothing decoded it is 1."""
+    """Return the kept fraction and its regime; it is 1 where nothing was decoded."""
     value = trained / decoded if decoded > 0.0 else 1.0
     if value >= HARDLY_DROPPED:
         return KeptFraction(
@@ -207,12 +207,13 @@ class BiasGuard:
 
     @property
     def kept(self) -> KeptFraction:
-        """Of samples that decoded."""
+        """Return the kept fraction of the samples that decoded."""
         return judge_kept(self.length.trained.total, self.length.sampled.total)
 
     @property
     def mean_staleness(self) -> float:
-        """Weight versions that a trained token is behind; 0 where none was counted."""
+        """Return how many weight versions a trained token is behind on average; 0 where none was
+        counted."""
         tokens = sum(self.stale_tokens.values())
         return (
             sum(behind * count for behind, count in self.stale_tokens.items()) / tokens
@@ -221,8 +222,8 @@ class BiasGuard:
         )
 
     def alarms(self) -> list[str]:
-        """A sentence for each kind of sample that shaping starves: what, by how much, and what to
-        change."""
+        """Return a sentence for each kind of sample that shaping starves: what, by how much, and
+        what to change."""
         if self.length.sampled.total < LEAST_SAMPLES:
             return []
         found = []

@@ -1,15 +1,15 @@
-"""The sample buffer of one rollout: groups on their way from submission to training (RollArt's
+"""Sample buffer of one rollout: groups on their way from submission to training (RollArt's
 SampleBuffer).
 
-A prompt is sampled several times. Its group settles as its rule says (`selection.py`), or once all
+A prompt is sampled several times. Its group settles by its rule (`selection.py`), or once all
 samples are in, however many of them failed; samples that came and that the rule does not choose are
 dropped then. Once `keep_groups` groups have settled with samples, the others are withdrawn
 (redundant groups, RollArt §5.3). A trajectory keeps its first verdict; a sample that would be
 dropped now would be dropped at any later time, so a caller may act on an early look at the verdict.
 
-A settled group stays settled, unless `replace_stale` is asked for: then each sample that grows too
-old (RollArt's asynchronous bound) is replaced by one more, for which its group opens again until it
-is taken.
+A settled group stays settled, unless `replace_stale` is set: then each sample that grows too old
+(RollArt's asynchronous bound) is replaced by one more, for which its group opens again until it is
+taken.
 
 `decide_*` changes nothing and returns what would happen; `apply` folds what did happen, so that a
 stored list of events rebuilds the buffer even after the policy has changed. A kept trajectory
@@ -39,7 +39,7 @@ class SampleTakenError(Exception):
 
 
 class RolloutState(Enum):
-    """The last two are final."""
+    """State of a rollout. FINISHED and CANCELLED are final."""
 
     RUNNING = "running"
     FINISHED = "finished"
@@ -48,8 +48,8 @@ class RolloutState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A sample was submitted and got its verdict. dropped: samples that were kept until it came, of
-    its group not chosen, of others withdrawn."""
+    """A sample was submitted and got its verdict. dropped: samples that were kept until then, of
+    its group not chosen, of other groups withdrawn."""
 
     sample: Sample
     verdict: Verdict
@@ -74,15 +74,15 @@ class Batch:
 
     @property
     def members(self) -> list[str]:
-        """Its trajectories."""
+        """Return the trajectories of the batch."""
         return [
             trajectory_id for _, trajectory_ids in self.groups for trajectory_id in trajectory_ids
         ]
 
     def part(self, index: int, parts: int, payload_bytes: Mapping[str, int]) -> "Batch":
-        """What the rank `index` of `parts` takes of it. payload_bytes: by trajectory. Groups are
-        dealt from the largest on, forwards and backwards in turn, so that the ranks have about the
-        same work."""
+        """Return the part of the batch that the rank `index` of `parts` takes. payload_bytes: by
+        trajectory. Groups are dealt from the largest on, forwards and backwards in turn, so that
+        the ranks have about the same work."""
         size = {
             prompt_id: sum(payload_bytes[name] for name in names)
             for prompt_id, names in self.groups
@@ -104,7 +104,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """A sample was ended before it was submitted, after so many sampled tokens."""
+    """A sample ended before it was submitted, after `tokens` sampled tokens."""
 
     prompt_id: str
     trajectory_id: str
@@ -165,12 +165,12 @@ class SampleBuffer:
 
     @property
     def complete(self) -> bool:
-        """Whether no sample is wanted now."""
+        """Return whether no sample is wanted now."""
         return self.cancelled or self.withdrawn or self.settled_total == len(self.groups)
 
     @property
     def groups_admitted(self) -> int:
-        """How many groups may have begun, in the order of the prompts."""
+        """Return how many groups may have begun, in the order of the prompts."""
         room = self.spec.max_open_groups
         if room is None:
             return len(self.groups)
@@ -183,22 +183,22 @@ class SampleBuffer:
 
     @property
     def buffered(self) -> int:
-        """The number of trajectories kept and not yet taken."""
+        """Return the number of trajectories kept and not yet taken."""
         return sum(len(group.kept) for group in self.groups.values() if not group.taken)
 
     def samples_of(self, group: Group) -> list[Sample]:
-        """Those that came, in their order."""
+        """Return the samples of a group that came, in their order."""
         return [self.samples[name] for name in group.verdicts]
 
     def drop_reason_of(self, trajectory_id: str) -> DropReason | None:
-        """Why a sample that came is not kept; None where it is."""
+        """Return the reason for which a sample that came is not kept; None where it is."""
         later = self.dropped_later.get(trajectory_id)
         group = self.groups[self.samples[trajectory_id].prompt_id]
         return later if later is not None else group.verdicts[trajectory_id].drop_reason
 
     def decide_arrival(self, sample: Sample) -> Arrived:
-        """The verdict for a sample; for a known trajectory its first one. Raises KeyError for an
-        unknown prompt, SampleTakenError."""
+        """Return the verdict for a sample; for a known trajectory its first one. Raises KeyError
+        for an unknown prompt, SampleTakenError."""
         group = self.groups[sample.prompt_id]
         first = group.verdicts.get(sample.trajectory_id)
         if first is not None:
@@ -224,7 +224,8 @@ class SampleBuffer:
         return Arrived(sample, Verdict(reason, group_settled=True), tuple(dropped))
 
     def _enough(self, more: int = 0) -> bool:
-        """Whether as many groups as are kept have settled with samples, with so `more` of them."""
+        """Return whether as many groups as are kept have settled with samples, when `more` are
+        added."""
         if self.spec.keep_groups is None:
             return False
         filled = sum(group.settled and bool(group.kept) for group in self.groups.values())
@@ -248,8 +249,8 @@ class SampleBuffer:
         return DropReason.STALE if stale else None
 
     def decide_version(self, version: int) -> Advanced | None:
-        """What a trainer at `version` makes stale in groups not yet taken; None for a version that
-        is not newer."""
+        """Return the kept samples that become stale with a trainer at `version`, in groups not yet
+        taken; None for a version that is not newer."""
         if self.newest_version is not None and version <= self.newest_version:
             return None
         stale = (
@@ -262,14 +263,14 @@ class SampleBuffer:
         return Advanced(version, tuple(stale))
 
     def bytes_of(self, batch: Batch) -> int:
-        """The size of a batch's trajectories."""
+        """Return the size of a batch's trajectories."""
         return sum(self.samples[trajectory_id].payload_bytes for trajectory_id in batch.members)
 
     def decide_batch(
         self, batch_id: str, max_groups: int, wait: bool, max_bytes: float = inf
     ) -> Batch | None:
-        """Whole groups for training, oldest tokens first, then as they settled; a known id gives
-        its batch again.
+        """Return whole groups for training, oldest tokens first, then as they settled; a known id
+        gives its batch again.
 
         None where the caller should wait: fewer than `max_groups` are ready, `wait` is set and more
         can come. A batch is also full at `max_bytes`. Raises GroupTooLargeError where the oldest
@@ -297,8 +298,8 @@ class SampleBuffer:
         return Batch(batch_id, groups, exhausted=self.complete and len(chosen) == len(ready))
 
     def decide_cancel(self) -> Cancelled | None:
-        """What cancelling drops: kept samples of groups that have not settled; None where the
-        rollout is over."""
+        """Return the samples that cancelling drops: kept samples of groups that have not settled;
+        None where the rollout is over."""
         if self.over:
             return None
         dropped = (
@@ -354,7 +355,7 @@ class SampleBuffer:
             self.withdrawn = self._enough()
 
     def _drop_stale(self, trajectory_ids: tuple[str, ...]) -> None:
-        """Drop what grew too old, and where it is replaced open its group again."""
+        """Drop samples that grew too old, and open the groups again whose samples are replaced."""
         self._drop(trajectory_ids, DropReason.STALE)
         if not self.spec.replace_stale:
             return

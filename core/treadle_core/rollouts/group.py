@@ -1,5 +1,4 @@
-"""The samples of one prompt on their way to training, and what is known of each without its
-tokens."""
+"""Samples of one prompt on their way to training, and what is known of each without its tokens."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ NO_VERSION = inf  # ranks groups without a weight version behind those that can 
 
 
 class DropReason(Enum):
-    """Why a trajectory is not trained on. The values are stored: do not rename them."""
+    """Reason for which a trajectory is not trained on. The values are stored: do not rename
+    them."""
 
     GROUP_SETTLED = "group_settled"
     STALE = "stale"
@@ -32,7 +32,7 @@ class Sample:
     sample: int  # 0..its group's `started` - 1
     failed: bool = False
     oldest_version: int | None = (
-        None  # weight version of its oldest sampled token; None where no bound asks for it
+        None  # weight version of its oldest sampled token; None where no bound needs it
     )
     payload_bytes: int = 0
     length_tokens: int = 0  # sampled
@@ -41,24 +41,24 @@ class Sample:
     left_out: bool = False  # cut by the length cap, and not to be trained for that
     version_tokens: tuple[
         tuple[int, int], ...
-    ] = ()  # sampled tokens by weight version, where a bound asks for them
+    ] = ()  # sampled tokens by weight version, where a bound needs them
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What happened to a sample when it was submitted. `drop_reason` is None where it was kept."""
+    """Verdict on a sample when it was submitted. `drop_reason` is None where it was kept."""
 
     drop_reason: DropReason | None
     group_settled: bool  # then its running siblings are no longer wanted
 
     @property
     def kept(self) -> bool:
-        """Whether the sample waits for training."""
+        """Return whether the sample waits for training."""
         return self.drop_reason is None
 
 
 def is_stale(oldest_version: int | None, newest_version: int | None, bound: int | None) -> bool:
-    """Whether the oldest sampled token is over `bound` versions behind the newest (RollArt's
+    """Return whether the oldest sampled token is over `bound` versions behind the newest (RollArt's
     asynchronous bound)."""
     if oldest_version is None or newest_version is None or bound is None:
         return False
@@ -87,7 +87,7 @@ class Group:
 
     @property
     def received(self) -> int:
-        """The number of samples submitted."""
+        """Return the number of samples submitted."""
         return len(self.verdicts)
 
     @property
@@ -100,7 +100,7 @@ class Group:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing of it will be taken any more."""
+        """Return whether no sample of the group will be taken any more."""
         return self.taken or (self.settled and not self.kept)
 
     @property
@@ -109,21 +109,21 @@ class Group:
 
     @property
     def age(self) -> tuple[float, int]:
-        """What groups leave by, the least first: the version of the oldest token, then the order of
-        settling."""
+        """Return the key by which groups leave, the least first: the version of the oldest token,
+        then the order of settling."""
         versions = (s.oldest_version for s in self.kept if s.oldest_version is not None)
         return min(versions, default=NO_VERSION), self.settled_order or 0
 
     @property
     def aborted_tokens(self) -> list[int]:
-        """Of each sample that was ended early, of those that decoded."""
+        """Return the tokens of each sample that was ended early, if it decoded any."""
         return [
             tokens for name, tokens in self.aborted.items() if tokens and name not in self.verdicts
         ]
 
     def stale_tokens(self) -> dict[int, int]:
-        """Kept tokens by how many versions they were behind when the group was taken; none where
-        that is unknown."""
+        """Return kept tokens by how many versions they were behind when the group was taken; none
+        where that is unknown."""
         behind: Counter[int] = Counter()
         if self.taken_version is not None:
             for version, tokens in (pair for sample in self.kept for pair in sample.version_tokens):
@@ -131,7 +131,8 @@ class Group:
         return dict(behind)
 
     def candidates(self, sample: Sample, reason: DropReason | None) -> list[Candidate]:
-        """What its rule sees once the sample has come; what was dropped is there as failed."""
+        """Return the candidates for the group's rule once the sample has come; dropped samples are
+        among them as failed."""
         kept = {each.trajectory_id: each for each in self.kept}
         came = [
             _candidate(kept[name]) if name in kept else Candidate(name, 0, failed=True)

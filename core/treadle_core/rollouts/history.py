@@ -1,8 +1,8 @@
-"""What the rollouts of a training run learn from each other: lengths by prompt, a length cap, the
-bias of shaping.
+"""History of a training run, by which rollouts learn from each other: lengths by prompt, a length
+cap, the bias of shaping.
 
-`begin` fills in what a new rollout is to do by what is known, `fold` counts a rollout in that is
-over, once. All state is in plain fields, so that a service can store it.
+`begin` fills in the numbers of a new rollout from what is known, `fold` counts a finished rollout
+once. All state is in plain fields, so that a service can store it.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ PROMPTS_KEPT = 20_000  # those whose lengths were seen last; some 200 KB when st
 
 @dataclass
 class RolloutHistory:
-    """folded: rollouts that are counted, the newest last. cap_report: of the last update of the
-    cap."""
+    """Lengths, cap and bias of the rollouts so far. folded: rollouts that are counted, the newest
+    last. cap_report: of the last update of the cap."""
 
     lengths: LengthStatistics = field(default_factory=LengthStatistics)
     cap: CapState | None = None
@@ -32,7 +32,7 @@ class RolloutHistory:
     folded: list[str] = field(default_factory=list)
 
     def begin(self, spec: RolloutSpec) -> RolloutSpec:
-        """The spec of a rollout that begins now, with its numbers of samples and its cap."""
+        """Return the spec of a rollout that begins now, with its numbers of samples and its cap."""
         if spec.redundancy is not None:
             least, most = spec.keep_per_prompt, spec.redundancy.most
             budget = max(
@@ -50,7 +50,7 @@ class RolloutHistory:
         return spec
 
     def _cap_of(self, spec: RolloutSpec) -> CapState:
-        """The cap under the policy of this spec, which may be another one than before."""
+        """Return the cap under the policy of this spec, which may differ from the last one."""
         assert spec.cap is not None
         known = self.cap
         if known is None or known.policy.ceiling_tokens != spec.cap.ceiling_tokens:
@@ -58,7 +58,8 @@ class RolloutHistory:
         return replace(known, policy=spec.cap, successes=list(known.successes))
 
     def fold(self, rollout_id: str, buffer: SampleBuffer) -> None:
-        """Count a rollout that is over; again, or one that was cancelled, changes nothing."""
+        """Count a rollout that is over. A rollout that was counted before, or cancelled, changes
+        nothing."""
         if rollout_id in self.folded or buffer.cancelled:
             return
         self.folded = [*self.folded, rollout_id][-FOLDED_KEPT:]
@@ -88,7 +89,8 @@ class RolloutHistory:
 
 
 def bias_of(buffer: SampleBuffer) -> BiasGuard:
-    """What shaping did in the groups of a rollout that have settled, or were withdrawn."""
+    """Return the counts of shaping in the groups of a rollout that have settled, or were
+    withdrawn."""
     guard = BiasGuard(success_at=buffer.spec.selection.success_at)
     count_bias(
         guard, buffer, [each for each in buffer.groups.values() if each.settled or buffer.complete]
@@ -97,7 +99,7 @@ def bias_of(buffer: SampleBuffer) -> BiasGuard:
 
 
 def count_bias(guard: BiasGuard, buffer: SampleBuffer, groups: Iterable[Group]) -> None:
-    """Count groups of a buffer in, what was kept of them as trained."""
+    """Count groups of a buffer, with the kept samples as trained."""
     for group in groups:
         came = _came(buffer, group)
         keys = [each.key for each in came]

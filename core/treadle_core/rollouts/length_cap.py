@@ -1,4 +1,4 @@
-"""A cap on the length of trajectories that follows what successful ones need, and the rewards of
+"""Cap on the length of trajectories that follows what successful ones need, and the rewards of
 those that it cuts.
 
 The cap aims at a percentile of SUCCESSFUL trajectories and moves to it by a bounded step each
@@ -26,7 +26,7 @@ ROUNDING = 1e-9  # 1 - 0.95 is a little more than 0.05
 
 
 class CutReward(Enum):
-    """What becomes of the reward of a trajectory that reaches the cap or comes near."""
+    """Rule for the reward of a trajectory that reaches the cap or comes near it."""
 
     ZERO = "zero"  # a truncated one gets no reward: teaches hard prompts to end early
     SOFT = "soft"  # rewards fall linearly to 0 from the soft limit to the cap
@@ -35,7 +35,7 @@ class CutReward(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CapPolicy:
-    """How the cap follows successes.
+    """Rule by which the cap follows successes.
 
     ceiling_tokens: the limit of a step without a cap, e.g. the context length. floor_tokens: the
     cap never falls below. percentile, soft_percentile: of successful lengths, of the cap and of the
@@ -88,7 +88,7 @@ class CapPolicy:
 
 
 class CapReport(NamedTuple):
-    """What an update found. target_tokens: where the cap is going. cut_share: of the remembered
+    """Findings of an update. target_tokens: where the cap is going. cut_share: of the remembered
     successes, those that the next cap would cut. truncated_share: of the step's trajectories.
     opened: why there is no cap next, or empty."""
 
@@ -101,9 +101,9 @@ class CapReport(NamedTuple):
 
 @dataclass
 class CapState:
-    """The cap of one rollout; a service can store its fields.
+    """Cap of one rollout; a service can store its fields.
 
-    cap_tokens: it, whether or not it is in force. open: the next step has no cap. successes:
+    cap_tokens: the cap, whether or not it is in force. open: the next step has no cap. successes:
     lengths, the newest last. since_open: updates since a step without a cap.
     """
 
@@ -119,12 +119,12 @@ class CapState:
 
     @property
     def limit_tokens(self) -> int:
-        """The limit of the next step's trajectories."""
+        """Return the limit of the next step's trajectories."""
         return self.policy.ceiling_tokens if self.open else self.cap_tokens
 
     @property
     def soft_limit_tokens(self) -> int:
-        """Where the soft penalty of the next step's rewards begins."""
+        """Return where the soft penalty of the next step's rewards begins."""
         if self.open or not self.successes:
             return self.limit_tokens
         return min(int(np.quantile(self.successes, self.policy.soft_percentile)), self.limit_tokens)
@@ -180,9 +180,10 @@ class CapState:
 def shape_reward(
     how: CutReward, candidate: Candidate, soft_tokens: int, cap_tokens: int
 ) -> float | None:
-    """The reward to train with; None: do not train this trajectory, or its reward is not known.
+    """Return the reward to train with; None: do not train this trajectory, or its reward is not
+    known.
 
-    Only rewards above 0 shrink: a penalty stays what it is. soft_tokens, cap_tokens: where the soft
+    Only rewards above 0 shrink: a penalty stays as it is. soft_tokens, cap_tokens: where the soft
     penalty begins, and where no reward is left.
     """
     reward = candidate.reward

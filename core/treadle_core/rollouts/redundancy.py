@@ -1,12 +1,13 @@
-"""How many samples of each prompt are started: DARTS' cost model, budget and allocation (§4.2,
-appendices A to C).
+"""Choose how many samples of each prompt are started: DARTS' cost model, budget and allocation
+(§4.2, appendices A to C).
 
 More samples than are trained give a rule of `selection.py` something to choose from, and cost time.
-`LatencyCurve` and `rollout_cost_s` say how much time (eq. 4), `find_budget` how many samples are
-worth it (eq. 6 to 9), and `allocate` shares them out among the prompts of a batch by the variance
-of their lengths (Alg. 1). `LengthStatistics` remembers those variances.
+`LatencyCurve` and `rollout_cost_s` compute how much time (eq. 4), `find_budget` how many samples
+are worth it (eq. 6 to 9), and `allocate` shares them out among the prompts of a batch by the
+variance of their lengths (Alg. 1). `LengthStatistics` remembers those variances.
 
-Nothing here changes anything by itself: a caller starts what `allocate` says, or does not.
+Nothing here changes anything by itself: a caller decides whether to start what `allocate`
+returns.
 """
 
 import math
@@ -43,7 +44,8 @@ class LatencyCurve:
             raise ValueError("step_s must be positive and must not fall with the batch")
 
     def latency_s(self, batch: Floats) -> Floats:
-        """Seconds of a step for each batch size, of the same shape; 0 of no sequences."""
+        """Return the seconds of a step for each batch size, in the same shape; 0 for no
+        sequences."""
         sizes, times = self.batch_sizes, self.step_s
         steps = np.interp(batch, sizes, times)
         if len(sizes) > 1:
@@ -53,12 +55,12 @@ class LatencyCurve:
 
 
 def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> LatencyCurve:
-    """The curve of PIECES straight lines with the least relative error for measured steps (DARTS,
-    appendix A).
+    """Return the curve of PIECES straight lines with the least relative error for measured steps
+    (DARTS, appendix A).
 
     Its ends are the smallest and the largest measured batch, its bends two batch sizes between them
-    that were measured; fewer where fewer were. No larger batch is ever predicted to be faster.
-    Raises ValueError for no steps, a step that took no time, or a batch below 1.
+    that were measured, or fewer where there are fewer. No larger batch is ever predicted to be
+    faster. Raises ValueError for no steps, a step that took no time, or a batch below 1.
     """
     sizes, times = np.asarray(batch_sizes, np.float64), np.asarray(step_s, np.float64)
     if sizes.size == 0 or sizes.shape != times.shape:
@@ -88,12 +90,13 @@ def fit_latency(batch_sizes: Sequence[float], step_s: Sequence[float]) -> Latenc
 def rollout_cost_s(
     curve: LatencyCurve, engines: Iterable[Sequence[int]], copies: float = 1.0
 ) -> float:
-    """Seconds to decode what each engine holds: the slowest engine's (DARTS eq. 4 and its data
+    """Return the seconds until the slowest engine has decoded its samples (DARTS eq. 4 and its data
     parallelism).
 
-    engines: of each the lengths in tokens that it decodes at once, from the first step on. copies:
-    of each of them. Sorted ascending, the tokens from one length to the next are decoded by all
-    that are longer: the sum over i of latency(n - i + 1) (l_i - l_(i-1)). 0 for no lengths.
+    engines: for each the lengths in tokens that it decodes at once, from the first step on. copies:
+    how often each length counts. Sorted ascending, the tokens from one length to the next are
+    decoded by all that are longer: the sum over i of latency(n - i + 1) (l_i - l_(i-1)). 0 for no
+    lengths.
     """
     return max((_decode_s(curve, lengths, copies) for lengths in engines), default=0.0)
 
@@ -107,7 +110,8 @@ def _decode_s(curve: LatencyCurve, lengths: Sequence[int], copies: float) -> flo
 def sample_cost_s(
     curve: LatencyCurve, engines: Sequence[Sequence[int]], most_copies: float = 2.0
 ) -> float:
-    """Seconds that one more sample adds to a rollout of such lengths: the slope of eq. 6.
+    """Return the seconds that one more sample adds to a rollout of such lengths: the slope of eq.
+    6.
 
     It is the mean slope of eq. 4 from these samples to `most_copies` of each, where the longest
     stays as long. Raises ValueError for no lengths, or no more copies.
@@ -121,7 +125,7 @@ def sample_cost_s(
 
 @dataclass(frozen=True, slots=True)
 class BudgetPolicy:
-    """How many samples a batch may start, in multiples of the samples that it trains.
+    """Bounds on how many samples a batch may start, in multiples of the samples that it trains.
 
     trade_off_per_s: utility that a second costs (lambda of appendix B); larger is more careful.
     least, most: the clamps of eq. 9, which bound each prompt too. The published text does not print
@@ -143,7 +147,7 @@ class BudgetPolicy:
 
 
 def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: int) -> int:
-    """Samples that all prompts of a batch start together (DARTS eq. 6 to 9).
+    """Return how many samples all prompts of a batch start together (DARTS eq. 6 to 9).
 
     The utility variation * ln(B) - trade_off * (cost_s * B + constant) is largest at B = variation
     / (trade_off * cost_s), which is then clamped. variation: standard deviation over mean of the
@@ -157,8 +161,8 @@ def find_budget(policy: BudgetPolicy, variation: float, cost_s: float, trained: 
 
 
 def allocate(variances: Sequence[float] | Floats, budget: int, least: int, most: int) -> Indexes:
-    """Samples that each prompt starts: `least` to `most`, together at most `budget` (DARTS eq. 5
-    and 10, Alg. 1).
+    """Return how many samples each prompt starts: `least` to `most`, together at most `budget`
+    (DARTS eq. 5 and 10, Alg. 1).
 
     A prompt of variance v that starts r samples is w / r from its aim, where w is v min-max
     normalised over the batch (1 for all where all are alike). Greedy: each further sample goes
@@ -201,11 +205,11 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """Of the lengths, in tokens squared."""
+        """Return the variance of the lengths, in tokens squared."""
         return max(self.square - self.mean * self.mean, 0.0)
 
     def observe(self, lengths: Floats, weight: float) -> None:
-        """Count a group in. The first ones are averaged, so that none of them counts more than
+        """Count a group. The first groups are averaged, so that none of them counts more than
         others."""
         self.seen += 1
         share = max(weight, 1.0 / self.seen)
@@ -231,7 +235,7 @@ class LengthStatistics:
     all_weight: float = 0.002
 
     def observe(self, prompt_id: str, lengths: Sequence[int]) -> None:
-        """Count a group in. Raises ValueError for a length below 0; no lengths change nothing."""
+        """Count a group. Raises ValueError for a length below 0; no lengths change nothing."""
         of = np.asarray(lengths, np.float64)
         if not of.size:
             return
@@ -242,11 +246,11 @@ class LengthStatistics:
         self.prompts.setdefault(prompt_id, Moments()).observe(of, self.prompt_weight)
 
     def variance(self, prompt_id: str) -> float:
-        """Of the lengths of a prompt, tokens squared."""
+        """Return the variance of the lengths of a prompt, in tokens squared."""
         known = self.prompts.get(prompt_id)
         return known.variance if known is not None else self.within
 
     @property
     def variation(self) -> float:
-        """Standard deviation over mean of all lengths; 0 before the first group."""
+        """Return the standard deviation over the mean of all lengths; 0 before the first group."""
         return math.sqrt(self.all.variance) / self.all.mean if self.all.mean > 0.0 else 0.0

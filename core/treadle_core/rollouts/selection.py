@@ -1,16 +1,17 @@
-"""Which samples of a prompt group are trained: rules behind one interface, for the sample buffer
-and the simulator.
+"""Rules that choose which samples of a prompt group are trained, for the sample buffer and the
+simulator.
 
 A rule sees the samples that have come, in order of arrival, and how many were started. `settled`
-says that the group needs no further sample: the running ones may be aborted. `choose` gives the
-keys of the samples that are trained, in order of arrival; it is called once the group has settled.
+returns whether the group needs no further sample: then the running ones may be aborted. `choose`
+returns the keys of the samples that are trained, in order of arrival; it is called once the group
+has settled.
 
 What holds for every rule: a failed sample counts as arrived and is never trained. A group that
 settles with fewer than `keep` valid samples trains all of them. Equal lengths go by arrival. A
 group always settles once all that were started have come.
 
 `FirstK` changes which samples are trained only by speed. The others change the distribution that is
-trained on (`bias.py` measures by how much), so no service uses one unless it is asked for.
+trained on (`bias.py` measures by how much), so no service uses one unless a request names it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +21,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sample that has come. reward: None where it is not known. truncated: cut by a limit of
+    """Sample that has come. reward: None where it is not known. truncated: cut by a limit of
     length. failed: not valid for training, whatever it holds."""
 
     key: str
@@ -31,23 +32,24 @@ class Candidate:
 
 
 class Rule(Protocol):
-    """How many samples of a group are trained, and which."""
+    """Rule by which samples of a group are trained."""
 
     @property
     def keep(self) -> int:
-        """Samples of a group that are trained, where there are as many."""
+        """Return how many samples of a group are trained, where there are as many."""
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Whether no further sample is needed. candidates: in order of arrival; started: with those
-        that run."""
+        """Return whether no further sample is needed. candidates: in order of arrival; started: how
+        many samples, with the running ones."""
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """Keys of the samples that are trained, in order of arrival."""
+        """Return the keys of the samples that are trained, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class FirstK:
-    """The first `keep` valid samples: RollArt's redundant environment rollouts (§5.3)."""
+    """Rule that trains the first `keep` valid samples: RollArt's redundant environment rollouts
+    (§5.3)."""
 
     keep: int
 
@@ -56,17 +58,18 @@ class FirstK:
         _check_keep(self.keep, least=1)
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Once `keep` valid samples have come."""
+        """Return whether `keep` valid samples, or all, have come."""
         return len(_valid(candidates)) >= self.keep or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The first `keep` valid ones."""
+        """Return the keys of the first `keep` valid samples."""
         return _keys(_valid(candidates)[: self.keep])
 
 
 @dataclass(frozen=True, slots=True)
 class DualEnd:
-    """The shortest `keep - longest` samples and the longest `longest` ones (DARTS §4.1.2, Alg. 2).
+    """Rule that trains the shortest `keep - longest` samples and the longest `longest` ones (DARTS
+    §4.1.2, Alg. 2).
 
     A truncated sample is never one of the longest. Where too few are complete, further short ones
     take their places.
@@ -82,11 +85,11 @@ class DualEnd:
             raise ValueError(f"longest must be 0 to keep ({self.keep}), is {self.longest}")
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Once all have come: any that still runs may be the longest."""
+        """Return whether all samples have come: any that still runs may be the longest."""
         return len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """Both ends of the valid ones."""
+        """Return the keys of both ends of the valid samples, by length."""
         valid = _valid(candidates)
         ascending = sorted(valid, key=lambda each: each.length_tokens)
         short, rest = ascending[: self.keep - self.longest], ascending[self.keep - self.longest :]
@@ -103,8 +106,8 @@ class DualEnd:
 
 @dataclass(frozen=True, slots=True)
 class ShortestFirst:
-    """The shortest `keep` samples, and no wait for others: DARTS' tail pruning with early stopping
-    (§4.3.1)."""
+    """Rule that trains the shortest `keep` samples and waits for no others: DARTS' tail pruning
+    with early stopping (§4.3.1)."""
 
     keep: int
 
@@ -113,12 +116,12 @@ class ShortestFirst:
         _check_keep(self.keep, least=1)
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Once `keep` valid samples have come that no limit has cut."""
+        """Return whether `keep` valid samples that no limit has cut, or all samples, have come."""
         complete = sum(not each.truncated for each in _valid(candidates))
         return complete >= self.keep or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The shortest ones, truncated ones last."""
+        """Return the keys of the shortest samples, truncated ones last."""
         valid = _valid(candidates)
         ascending = sorted(valid, key=lambda each: (each.truncated, each.length_tokens))
         chosen = {each.key for each in ascending[: self.keep]}
@@ -127,8 +130,8 @@ class ShortestFirst:
 
 @dataclass(frozen=True, slots=True)
 class FirstMixed:
-    """The first `keep` samples among which one succeeded and one did not: dynamic K (DAPO's dynamic
-    sampling, with the rest of the group aborted).
+    """Rule that trains the first `keep` samples among which one succeeded and one did not: dynamic
+    K (DAPO's dynamic sampling, with the rest of the group aborted).
 
     A sample succeeds with a reward of `success_at` or more; one of unknown reward neither succeeds
     nor fails. A group in which only one outcome ever comes has no advantage for GRPO:
@@ -144,13 +147,13 @@ class FirstMixed:
         _check_keep(self.keep, least=2)
 
     def settled(self, candidates: Sequence[Candidate], started: int) -> bool:
-        """Once `keep` valid samples of both outcomes have come."""
+        """Return whether `keep` valid samples of both outcomes, or all samples, have come."""
         valid = _valid(candidates)
         return (len(valid) >= self.keep and self._is_mixed(valid)) or len(candidates) >= started
 
     def choose(self, candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        """The first ones; where their outcomes are alike, the first sample of the other outcome
-        replaces the last."""
+        """Return the keys of the first samples; where their outcomes are alike, the first sample of
+        the other outcome replaces the last."""
         valid = _valid(candidates)
         if self._is_mixed(valid):
             both = self._first_of_each(valid)
@@ -163,7 +166,7 @@ class FirstMixed:
         return len(self._first_of_each(candidates)) > 1
 
     def _first_of_each(self, candidates: Sequence[Candidate]) -> set[str]:
-        """The keys of the first success and of the first sample without success."""
+        """Return the keys of the first success and of the first sample without success."""
         first: dict[bool, str] = {}
         for each in candidates:
             if each.reward is not None:
@@ -172,8 +175,8 @@ class FirstMixed:
 
 
 def darts_rule(allocated: int, most: int, keep: int, longest: int) -> Rule:
-    """The rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it is
-    pruned."""
+    """Return the rule of a prompt with `allocated` samples (DARTS §4.3.1): saturated at `most`, it
+    is pruned."""
     return ShortestFirst(keep) if allocated >= most > keep else DualEnd(keep, longest)
 
 

@@ -1,4 +1,4 @@
-"""What a rollout asks for: prompts, samples of each, how they are chosen, and its bounds."""
+"""Specification of a rollout: prompts, samples of each, how they are chosen, and bounds."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +15,7 @@ from treadle_core.rollouts.selection import (
 
 
 class RuleName(Enum):
-    """The values are stored: do not rename them."""
+    """Name of a rule. The values are stored: do not rename them."""
 
     FIRST = "first"
     DUAL_END = "dual_end"
@@ -25,7 +25,7 @@ class RuleName(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How the samples of a group are chosen. longest, saturated_at: of DUAL_END; a prompt with
+    """Choice of the samples of a group. longest, saturated_at: of DUAL_END; a prompt with
     `saturated_at` samples or more is pruned instead (DARTS §4.3.1), 0 for none. success_at,
     drop_uniform: of MIXED."""
 
@@ -36,8 +36,8 @@ class Selection:
     drop_uniform: bool = True
 
     def rule_of(self, keep: int, samples: int) -> Rule:
-        """Of a group with so many samples. Raises ValueError for numbers that do not fit
-        together."""
+        """Return the rule of a group with `samples` samples. Raises ValueError for numbers that do
+        not fit together."""
         match self.rule:
             case RuleName.FIRST:
                 return FirstK(keep)
@@ -73,12 +73,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
-    """What one rollout asks for. None is no bound.
+    """Specification of one rollout. None is no bound.
 
-    samples: of each prompt, where they differ. history: what it learns from, and is learned from
-    it; with redundancy it gives `samples`, with cap it gives `cut`. keep_groups: the rollout ends
-    with so many groups, the others are withdrawn. max_open_groups: those that may be begun and not
-    yet taken, in the order of the prompts.
+    samples: number of samples to start for each prompt, where these differ. history: name of the
+    history that the rollout reads and extends; with redundancy it gives `samples`, with cap it
+    gives `cut`. keep_groups: the rollout ends with so many groups, the others are withdrawn.
+    max_open_groups: those that may be begun and not yet taken, in the order of the prompts.
     """
 
     prompt_ids: tuple[str, ...]
@@ -97,7 +97,7 @@ class RolloutSpec:
     cut: Cut | None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a spec no group could satisfy."""
+        """Raise ValueError for a spec that no group could satisfy."""
         if not self.prompt_ids or len(set(self.prompt_ids)) != len(self.prompt_ids):
             raise ValueError("prompt_ids must be at least one, and distinct")
         if not 1 <= self.keep_per_prompt <= self.samples_per_prompt:
@@ -122,10 +122,10 @@ class RolloutSpec:
 
     @property
     def limit_tokens(self) -> int | None:
-        """Most sampled tokens of a trajectory."""
+        """Return the most tokens that a trajectory may sample; None for no bound."""
         bounds = [self.max_total_tokens, self.cut.limit_tokens if self.cut is not None else None]
         return min((each for each in bounds if each is not None), default=None)
 
     def samples_of(self, index: int) -> int:
-        """Of the prompt at `index`."""
+        """Return how many samples the prompt at `index` has."""
         return self.samples[index] if self.samples else self.samples_per_prompt

@@ -1,5 +1,5 @@
-"""How long a batch waits for its longest samples, where lengths are log-normal, and what ends that
-wait sooner.
+"""Estimate how long a batch waits for its longest samples, where lengths are log-normal, and what
+ends that wait sooner.
 
 Lengths of mean 1 and coefficient of variation c have s = sqrt(ln(1 + c²)) on the log scale. A
 public lesson on long-tail rollouts has the formula of the longest of K, and two of its patches: a
@@ -24,24 +24,26 @@ LAST_TENTH = (
 
 
 def log_sigma(c: float) -> float:
-    """Standard deviation of the log of a log-normal length with coefficient of variation `c`."""
+    """Return the standard deviation of the log of a log-normal length with coefficient of variation
+    `c`."""
     return math.sqrt(math.log1p(c * c))
 
 
 def lengths_of(normal: Floats, c: float) -> Floats:
-    """Log-normal lengths of mean 1 from standard normal values, of the same shape."""
+    """Return log-normal lengths of mean 1 from standard normal values, of the same shape."""
     s = log_sigma(c)
     return np.asarray(np.exp(s * np.asarray(normal) - 0.5 * s * s))
 
 
 def longest_by_formula(k: int, c: float) -> float:
-    """The lesson's approximation of the longest of `k`, in means: exp(s sqrt(2 ln k) - s²/2)."""
+    """Return the lesson's approximation of the longest of `k`, in means: exp(s sqrt(2 ln k) -
+    s²/2)."""
     return float(lengths_of(np.asarray(math.sqrt(2.0 * math.log(k))), c))
 
 
 def expected_longest(k: int, c: float) -> float:
-    """Mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of the
-    maximum of k normals."""
+    """Return the mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of
+    the maximum of k normals."""
     z = np.linspace(
         -9.0, 14.0, 4_601
     )  # outside, the integrand is below 1e-12 for every k and c in use
@@ -52,9 +54,10 @@ def expected_longest(k: int, c: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TailQuestion:
-    """A rollout of `prompts` prompts. started: samples of each that begin. trained: of each, the
-    first that end; the others are then aborted. mean_tokens, variation: of the lengths.
-    cap_percentile: of all lengths, where samples are cut; 1 for no cap. curve: of the engine."""
+    """Question about a rollout of `prompts` prompts. started: samples of each that begin. trained:
+    how many of each, the first that end; the others are then aborted. mean_tokens, variation: of
+    the lengths. cap_percentile: of all lengths, where samples are cut; 1 for no cap. curve: of the
+    engine."""
 
     prompts: int
     started: int
@@ -80,7 +83,7 @@ class TailQuestion:
 
     @property
     def cap_tokens(self) -> float:
-        """Infinite for no cap."""
+        """Return the length at which samples are cut; infinite for no cap."""
         if self.cap_percentile == 1.0:
             return math.inf
         z = np.asarray(NormalDist().inv_cdf(self.cap_percentile))
@@ -89,10 +92,10 @@ class TailQuestion:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """ends_s, tokens: of each sample, the first to end first. aborted, cut: of each, whether it
-    was. makespan_s: until the last ends. tax: the longest end over the mean end, less 1 (the
-    lesson's). last_tenth: share of the makespan after nine tenths of the samples have ended.
-    utilization: share of the places in the batch that decode."""
+    """Outcome of one rollout. ends_s, tokens: of each sample, the first to end first. aborted, cut:
+    of each, whether it was. makespan_s: until the last ends. tax: the longest end over the mean
+    end, less 1 (the lesson's). last_tenth: share of the makespan after nine tenths of the samples
+    have ended. utilization: share of the places in the batch that decode."""
 
     ends_s: Floats
     tokens: Floats
@@ -106,7 +109,7 @@ class Tail:
 
 
 def play_tail(question: TailQuestion, normals: Floats) -> Tail:
-    """The rollout for these standard normal values, of the shape (prompts, started)."""
+    """Return the rollout for these standard normal values, of the shape (prompts, started)."""
     shape = (question.prompts, question.started)
     if normals.shape != shape:
         raise ValueError(f"normals must have the shape {shape}, has {normals.shape}")

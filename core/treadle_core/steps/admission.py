@@ -1,7 +1,7 @@
 """Admission: which requested steps wait for their ticket, and when they get it.
 
 Under a policy that reserves KV, a first step waits until its engine has a slot for it and room for
-all the KV that the trajectory is expected to grow to, beside the reserves of the trajectories that
+all the KV that the trajectory is expected to need, beside the reserves of the trajectories that
 have started there. A slot is free, or taken by a live step of clearly lower priority: else
 returning steps of short trajectories would keep a long one from its start. While it waits, a new
 plan can send it to another engine at no cost; where its engine is gone, it goes to another one, or
@@ -13,7 +13,7 @@ again after every tool call. (This rule is not in Heddle, which starts all traje
 Where several jobs use the engines, the next job is chosen first (`tables.jobs`, ADR 0039), and then
 its step of the highest priority. A job that uses less than its share may start a trajectory within
 its share of an engine, although others have filled that engine. If none of its steps waits for an
-engine with room, one that waits for another engine comes there.
+engine with room, a step that waits for another engine moves there.
 
 A later step waits until the trajectory's KV has moved to another engine, for no longer than the
 move saves.
@@ -42,8 +42,8 @@ from treadle_core.tables.waiting import Place
 
 
 def request_step(state: State, event: ev.StepRequested, now: float) -> list[Action]:
-    """Answer with a ticket, or let the step wait for one. Raises what `check_request` raises,
-    TrajectoryNotFound, ContextTooLong, NoEngine."""
+    """Answer a request with a ticket, or let the step wait for one. Raises what `check_request`
+    raises, TrajectoryNotFound, ContextTooLong, NoEngine."""
     record = state.table.require(event.trajectory_id)
     state.jobs.touch(record.job_id, now)
     kind = tickets.check_request(record, event)
@@ -60,7 +60,7 @@ def request_step(state: State, event: ev.StepRequested, now: float) -> list[Acti
 
 
 def must_wait(state: State, record: TrajectoryRecord) -> bool:
-    """Whether the next step of a trajectory waits."""
+    """Return whether the next step of a trajectory has to wait."""
     if not record.policy.reserve:
         return False
     if record.ticket is not None:
@@ -81,7 +81,7 @@ def let_wait(state: State, event: ev.StepRequested, now: float) -> list[Action]:
     trajectory_id = event.trajectory_id
     record = state.table.require(trajectory_id)
     state.siting.require_fitting(record, event.context_tokens)
-    record = copy_with(record, touched_s=now)  # a client that asks again and again has not left
+    record = copy_with(record, touched_s=now)  # a client that repeats its request has not left
     state.table.put(record)
     state.table.watch(trajectory_id)
     actions: list[Action] = [KeepWaiting(trajectory_id)]
@@ -146,8 +146,8 @@ def answer_waiting(state: State, event: ev.Event, now: float) -> list[Action]:
 
 
 def _needs_no_plan(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
-    """Whether a first step for which no other waits starts at once: its engine has room and is at
-    most half full."""
+    """Return whether a first step for which no other waits starts at once: its engine has room and
+    is at most half full."""
     return 2 * state.table.tally(record.engine_id).started < spec.slot_limit and _fits(
         state, record, spec
     )
@@ -174,7 +174,7 @@ def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -
 
 
 def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Action]:
-    """The same where several jobs use the engines: of the job whose turn it is."""
+    """Start trajectories on an engine that several jobs use, of the job whose turn it is."""
     actions: list[Action] = []
     refused = dict.fromkeys(state.waiting.jobs, 0)
     blocked = ""  # a job whose next step does not fit
@@ -200,7 +200,7 @@ def _start_by_share(state: State, engine: EngineRecord, now: float) -> list[Acti
 def _next_in_queue(
     state: State, queue: Sequence[Place], refused: int, engine_id: str
 ) -> TrajectoryRecord | None:
-    """The first trajectory in a queue behind so many that were refused."""
+    """Return the first trajectory in a queue behind the `refused` ones."""
     while refused < len(queue):
         trajectory_id = queue[refused].trajectory_id
         record = state.table.get(trajectory_id)
@@ -211,8 +211,8 @@ def _next_in_queue(
 
 
 def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryRecord | None:
-    """Of a job that uses less than its share, a trajectory that waits for another engine and can
-    run on this one."""
+    """Return a trajectory that waits for another engine and can run on this one, of a job that uses
+    less than its share."""
     if not state.shares.is_below(job) or not engine.usable:
         return None
     for _, _, trajectory_id in sorted(queue[0] for queue in state.waiting.queues(job).values()):
@@ -230,8 +230,9 @@ def _next_elsewhere(state: State, engine: EngineRecord, job: str) -> TrajectoryR
 
 
 def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocked: str) -> bool:
-    """Whether an engine has a slot and room for a trajectory, or its job's share of the engine has.
-    blocked: a job that is not overtaken otherwise, as its next step does not fit."""
+    """Return whether an engine has a slot and room for a trajectory, or the job's share of the
+    engine has. blocked: a job whose next step does not fit, and which is not overtaken
+    otherwise."""
     shares, tally = state.shares, state.table.tally(spec.engine_id)
     if blocked and not shares.may_pass(record.job, blocked):
         return False
@@ -245,7 +246,7 @@ def _fits_share(state: State, record: TrajectoryRecord, spec: EngineSpec, blocke
 
 
 def _enqueue(state: State, trajectory_id: str) -> list[Action]:
-    """Put a first step into the queue of its engine, by its priority now; any other step into
+    """Put a first step into the queue of its engine, by its present priority; any other step into
     none."""
     record = state.table.get(trajectory_id)
     if record is not None and _waits_to_start(record):
@@ -270,8 +271,8 @@ def _fits(state: State, record: TrajectoryRecord, spec: EngineSpec) -> bool:
 
 
 def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slots: int) -> bool:
-    """Whether one of the slots is free, or taken by a live step of clearly lower priority. live: as
-    in Tally."""
+    """Return whether one of the slots is free, or taken by a live step of clearly lower priority.
+    live: as in Tally."""
     if len(live) < slots:
         return True
     last = live[-slots]  # of the steps that run first
@@ -281,7 +282,7 @@ def _has_slot(state: State, record: TrajectoryRecord, live: Sequence[float], slo
 
 
 def _explain_wait(state: State, record: TrajectoryRecord) -> tuple[str, object, object]:
-    """Why a step waits now: a pattern and its values."""
+    """Return why a step waits now: a pattern and its values."""
     engine, move = state.engines.get(record.engine_id), record.move
     if move is not None:
         return "its KV moves to {}; it waits {:.2f} s at most", move.target_engine_id, move.saving_s

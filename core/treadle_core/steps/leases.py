@@ -62,7 +62,7 @@ def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Actio
 
 
 def deregister_engine(state: State, event: EngineDeregistered, now: float) -> list[act.Action]:
-    """Remove an engine as its sidecar asks. Raises LeaseNotFound."""
+    """Remove an engine at its sidecar's request. Raises LeaseNotFound."""
     record = state.engines.require_lease(event.lease_id, event.engine_id)
     return remove_engine(state, record.spec.engine_id, "DEREGISTERED", now)
 
@@ -145,7 +145,7 @@ def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:
 
 
 def place_again(state: State, record: TrajectoryRecord) -> list[act.Action]:
-    """Give a trajectory whose engine is gone another one, or none yet; its ticket is lost."""
+    """Give a trajectory whose engine is gone another one, or none yet; its ticket becomes lost."""
     gone = record.engine_id
     actions = moves.cancel_migration(record)
     ticket = record.live_ticket
@@ -224,7 +224,7 @@ def renew_job(state: State, event: JobRenewed, now: float) -> list[act.Action]:
 
 
 def close_job(state: State, event: JobClosed, now: float) -> list[act.Action]:
-    """End a job as its client asks; one that is gone, or was taken over, stays so."""
+    """End a job at its client's request; no change for a job that is gone or was taken over."""
     record = state.jobs.get(event.job_id)
     return (
         _end_job(state, record, now)
@@ -245,8 +245,8 @@ def expire_jobs(state: State, now: float) -> list[act.Action]:
 
 
 def close_without_job(state: State, now: float) -> list[act.Action]:
-    """Close open trajectories whose job has ended: after a restart, where the job's end was stored
-    and theirs not."""
+    """Close open trajectories whose job has ended: after a restart, when the job's end was stored
+    and theirs was not."""
     actions: list[act.Action] = []
     for record in state.table.open_records():
         if record.job_id and not state.jobs.is_held(record.job_id):

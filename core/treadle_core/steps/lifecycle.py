@@ -157,8 +157,8 @@ def announce_due(state: State, now: float) -> list[act.Action]:
 
 
 def sweep(state: State, now: float) -> list[act.Action]:
-    """Close trajectories that no client uses any more, forget those that closed long ago, and ask
-    for steps whose tickets have expired."""
+    """Close trajectories that no client uses any more, forget those that closed long ago, and query
+    steps whose tickets have expired."""
     actions: list[act.Action] = []
     for trajectory_id in state.sweeps.take_due(now):
         record = state.table.get(trajectory_id)
@@ -183,7 +183,7 @@ def sweep(state: State, now: float) -> list[act.Action]:
 
 
 def sweep_s(state: State, record: TrajectoryRecord, now: float) -> float:
-    """When to look at a trajectory next: one that is open, as its ticket may have expired or,
+    """Return when to look at a trajectory next: an open one since its ticket may have expired or,
     without a job, its client may have left it; a closed one to forget it."""
     if record.closed_s is not None:
         return record.closed_s + state.tuning.keep_closed_s

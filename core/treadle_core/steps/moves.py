@@ -25,7 +25,7 @@ from treadle_core.steps.transfers import longest_useful_move_s, move_cost_s
 
 
 def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
-    """Follow a plan where it is better than the present placement: trajectories in a tool call move
+    """Follow a plan that is better than the present placement: trajectories in a tool call move
     now, others after their step."""
     actions: list[Action] = []
     for trajectory_id in state.planner.take_plan(event):
@@ -144,7 +144,8 @@ def _tool_left_s(state: State, record: TrajectoryRecord, now: float) -> float:
 
 
 def cancel_migration(record: TrajectoryRecord) -> list[Action]:
-    """Ask the migrator to cancel the trajectory's move, if it has one that has not switched yet."""
+    """Request from the migrator that it cancels the trajectory's move, if there is one that has not
+    switched yet."""
     move = record.move
     if move is None or not move.migration_id or move.has_switched(record.engine_id):
         return []

@@ -1,4 +1,4 @@
-"""Handlers of what engines, tools and the predictor report about steps."""
+"""Handlers of reports of engines, tools and the predictor about steps."""
 
 from treadle_core import events as ev
 from treadle_core.actions import (
@@ -16,7 +16,7 @@ from treadle_core.steps.state import State
 
 
 def finish_step(state: State, event: ev.StepFinished, now: float) -> list[Action]:
-    """Count the tokens of a step, ask how much is left, and see whether the trajectory should move
+    """Count the tokens of a step, request a prediction, and see whether the trajectory should move
     meanwhile."""
     record = state.table.get(event.trajectory_id)
     record = tickets.count_step(record, event, now) if record is not None else None

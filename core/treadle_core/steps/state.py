@@ -1,4 +1,4 @@
-"""The state of the controller, which the handlers of all events share. Each part keeps its own
+"""State of the controller, which the handlers of all events share. Each part keeps its own
 invariants."""
 
 import heapq
@@ -18,7 +18,7 @@ from treadle_core.tuning import Tuning
 
 
 class Deadlines:
-    """One time for each id, in a heap, so that a tick looks only at ids whose time has come."""
+    """Deadlines by id, in a heap, so that a tick looks only at ids whose time has come."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
@@ -42,12 +42,13 @@ class Deadlines:
 
 @dataclass
 class State:
-    """The parts. announcements: closed trajectories whose closing is to be published, and when.
-    sweeps: when each trajectory is looked at: its ticket may have expired, it may be abandoned, or
-    be forgotten. loads: when an engine that is behind is asked again. mean_tool_s: over all tool
-    calls. mean_observed_tokens: what tools add to a context in a turn. measured_moves: how long
-    moves took. restored_s: when this controller took over from an earlier one; until then, clients
-    could not reach it. books: what handlers may read and only the controller writes."""
+    """Parts of the controller's state. announcements: closed trajectories whose closing is to be
+    published, and when. sweeps: when each trajectory is looked at: its ticket may have expired, it
+    may be abandoned, or be forgotten. loads: when an engine that is behind gets another request to
+    load. mean_tool_s: over all tool calls. mean_observed_tokens: tokens that tools add to a context
+    in a turn. measured_moves: how long moves took. restored_s: when this controller took over from
+    an earlier one; until then, clients could not reach it. books: accounts that handlers may read
+    and only the controller writes."""
 
     tuning: Tuning
     policy: Policy
@@ -94,5 +95,5 @@ class State:
         )
 
     def priority(self, record: TrajectoryRecord) -> float:
-        """The priority of a trajectory's step on its present engine."""
+        """Return the priority of a trajectory's step on its present engine."""
         return self.priorities.priority(record, token_s(self.engines.spec(record.engine_id)))

@@ -2,7 +2,7 @@
 it.
 
 Turns count from 0 without gaps. A trajectory has at most one live ticket; its revision and engine
-are the trajectory's, and the engine holds a lease. When the client asks for the next turn before
+are the trajectory's, and the engine holds a lease. When the client requests the next turn before
 the engine's account of the last one (`step_finished`) has arrived, the last ticket is done and
 `uncounted` until then.
 """
@@ -48,8 +48,8 @@ REQUEST_FIELDS = attrgetter(
 
 
 class StepKind(enum.Enum):
-    """REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same turn, as its
-    stream was lost."""
+    """Kind of a request. REPEAT: the request was answered before. NEXT: a new turn. AGAIN: the same
+    turn, as its stream was lost."""
 
     REPEAT = "repeat"
     NEXT = "next"
@@ -57,22 +57,22 @@ class StepKind(enum.Enum):
 
 
 def ticket_id(trajectory_id: str, turn: int, attempt: int) -> str:
-    """The id of a ticket; unique, no prefix of another, and of the trajectory's tenant."""
+    """Return the id of a ticket: unique, no prefix of another, and with the trajectory's tenant."""
     tenant, mark, name = f"{trajectory_id}.{turn}.{attempt}".rpartition(TENANT_MARK)
     digest = hashlib.sha256(f"{tenant}{mark}{name}".encode()).hexdigest()[:TICKET_DIGEST_CHARACTERS]
     return f"{tenant}{mark}{digest}.{name}"
 
 
 def trajectory_of(ticket_id: str) -> str:
-    """The trajectory of a ticket; empty where the id is that of none."""
+    """Return the trajectory of a ticket; empty where the id names no ticket."""
     tenant, mark, named = ticket_id.rpartition(TENANT_MARK)
     name = named.partition(".")[2].rpartition(".")[0].rpartition(".")[0]
     return f"{tenant}{mark}{name}" if name else ""
 
 
 def check_request(record: TrajectoryRecord, event: StepRequested) -> StepKind:
-    """The kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight, BadField,
-    RequestIdReused."""
+    """Return the kind of a request. Raises TrajectoryIsClosed, TurnOutOfOrder, StepInFlight,
+    BadField, RequestIdReused."""
     if not record.is_open:
         raise TrajectoryIsClosed(record.trajectory_id, record.state.value)
     ticket = record.ticket
@@ -137,8 +137,8 @@ def _out_of_order(record: TrajectoryRecord, event: StepRequested, expected: int)
 
 
 def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record with its ticket, if one is out, done and uncounted: the client says that the step
-    is over."""
+    """Return the record with its ticket, if one is out, done and uncounted, since the client has
+    reported the end of the step."""
     ticket = record.ticket
     if ticket is None or ticket.status is TicketStatus.DONE:
         return record
@@ -152,8 +152,8 @@ def end_ticket(record: TrajectoryRecord) -> TrajectoryRecord:
 
 
 def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
-    """The record as if the last step had not finished: the client did not get its end and asks for
-    the turn again."""
+    """Return the record as if the last step had not finished: the client did not get its end and
+    requests the turn again."""
     ticket = record.ticket
     if ticket is None or ticket.status is not TicketStatus.DONE:
         return record
@@ -172,8 +172,8 @@ def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
 def count_step(
     record: TrajectoryRecord, event: StepFinished, now: float
 ) -> TrajectoryRecord | None:
-    """The record after `step_finished`; None where the ticket was replaced or the event arrived
-    before."""
+    """Return the record after `step_finished`; None where the ticket was replaced or the event
+    arrived before."""
     ticket = record.ticket
     if event.ticket_id in record.uncounted:
         counted = copy_with(
@@ -251,8 +251,8 @@ def issue_ticket(
 
 
 def note_lack(state: State, trajectory_id: str, lack: NoEngine) -> list[Action]:
-    """Note that a request has found no engine: its step waits, unless the client is not to ask
-    again."""
+    """Note that a request has found no engine: its step waits, unless the client must not repeat
+    the request."""
     if isinstance(lack, NoEngineWithTags):  # the client counts itself what it has waited
         return [StepWaits(trajectory_id, None)]
     loads = any(engine.behind and not engine.load_error for engine in state.engines)
@@ -292,7 +292,7 @@ def _add_ticket(
         requested_s=now if kind is StepKind.NEXT else record.requested_s,
         tool_s=tool_s,
         tools_s=record.tools_s + (event.tool_s if kind is StepKind.NEXT else 0.0),
-        move=move,  # the report of its end, which is still due, says how long it took
+        move=move,  # the report of its end, which is still due, has its duration
         touched_s=now,
         client_times=event.client_times or record.client_times,
     )
@@ -325,7 +325,7 @@ def _add_ticket(
 
 
 def reserve_tokens(state: State, record: TrajectoryRecord) -> int:
-    """KV tokens that an engine reserves for a trajectory which it starts."""
+    """Return the KV tokens that an engine reserves for a trajectory which it starts."""
     return priorities.reserve_tokens(record, state.mean_observed_tokens, state.tuning)
 
 

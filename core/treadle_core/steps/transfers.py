@@ -1,5 +1,5 @@
-"""Moves of KV between engines: what one costs, whether it is worth that, and which of several start
-now (Heddle 5.3).
+"""Moves of KV between engines: the cost of one, whether it is worth that, and which of several
+start now (Heddle 5.3).
 
 A prefix moves while the trajectory's tool runs; the part of the move that the tool does not hide
 delays the next step. Without shared storage the target computes the prefix again, which takes its
@@ -16,8 +16,8 @@ from treadle_core.tuning import Tuning
 def move_cost_s(
     context_tokens: int, source: EngineSpec, target: EngineSpec, tuning: Tuning
 ) -> float:
-    """Seconds from the start of a move to its switch, by the declared speeds; `MeasuredMoves`
-    corrects it."""
+    """Return the seconds from the start of a move to its switch, by the declared speeds;
+    `MeasuredMoves` corrects it."""
     if moves_by_storage(source, target):
         return (
             tuning.move_fixed_s
@@ -28,29 +28,30 @@ def move_cost_s(
 
 
 def moves_by_storage(source: EngineSpec, target: EngineSpec) -> bool:
-    """Whether both engines read the same store of KV."""
+    """Return whether both engines read the same store of KV."""
     return source.kv_transfer is KvTransfer.STORAGE and target.kv_transfer is KvTransfer.STORAGE
 
 
 class MeasuredMoves:
-    """How long moves take, as a multiple of `move_cost_s`, from those that have ended: a running
-    mean for each source and target, and one over all of them for those that have not moved anything
-    yet. Nothing of it is stored."""
+    """Slowness of moves, as a multiple of `move_cost_s`, from those that have ended: a running mean
+    for each source and target, and one over all of them for those that have not moved anything yet.
+    Nothing of it is stored."""
 
     def __init__(self, newest_weight: float) -> None:
         self._newest_weight = newest_weight
         self._slowness: dict[tuple[str, str], float] = {}
 
     def slowness(self, source_id: str, target_id: str) -> float:
-        """1 before any move has ended."""
+        """Return how many times as long as `move_cost_s` a move takes; 1 before any move has
+        ended."""
         found = self._slowness.get((source_id, target_id))
         return found if found is not None else self._slowness.get(("", ""), 1.0)
 
     def note_end(
         self, source_id: str, target_id: str, expected_s: float, took_s: float, *, moved: bool
     ) -> None:
-        """Count a move that took `took_s` where `move_cost_s` expected `expected_s`. One that was
-        given up would have taken longer, so it counts only where it was slower than expected
+        """Count a move that took `took_s` where `move_cost_s` expected `expected_s`. A move that
+        was given up would have taken longer, so it counts only where it was slower than expected
         already."""
         for pair in ((source_id, target_id), ("", "")):
             known = self._slowness.get(pair)
@@ -69,7 +70,7 @@ def longest_useful_move_s(
     target: EngineSpec,
     tuning: Tuning,
 ) -> float | None:
-    """Seconds that a move may take before it costs more than the `saving_s` it is worth; None where
+    """Return the seconds that a move may take before it costs more than its `saving_s`; None where
     it is not worth its cost at all. `cost_s`: what it is expected to take. `tool_left_s`: seconds
     that the tool call is expected to last."""
     # A hidden read from storage costs no other trajectory; a hidden prefill takes time from those
@@ -81,7 +82,7 @@ def longest_useful_move_s(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A move that waits to start."""
+    """Move that waits to start."""
 
     transfer_id: str
     source: str
@@ -91,7 +92,8 @@ class Transfer:
 
 
 def next_transfers(waiting: Iterable[Transfer], busy_engines: Collection[str]) -> list[Transfer]:
-    """The moves to start now: longest trajectory first, of equal ones the one asked for first.
+    """Return the moves to start now: longest trajectory first, of equal ones the one requested
+    first.
 
     An engine takes part in one move at a time, as source or target, so what one call returns runs
     in parallel. A long move that waits for an engine does not hold back a shorter one between two

@@ -1,18 +1,18 @@
 """Handlers of the weights that all engines are to serve.
 
 Someone sets a desired version, and where it is loaded from. An engine that serves another version
-is behind: it gets no new step, and its sidecar is asked to load, again and again until the engine
-serves the version. That covers an engine that joins or restarts later, and a scheduler that
-restarts in between, since the desired version is stored. The steps that run on an engine wait in
-its sidecar while it loads, and trajectories between two steps wait for their own engine.
+is behind: it gets no new step, and its sidecar gets requests to load until the engine serves the
+version. That covers an engine that joins or restarts later, and a scheduler that restarts in
+between, since the desired version is stored. The steps that run on an engine wait in its sidecar
+while it loads, and trajectories between two steps wait for their own engine.
 
-Without a path, a trainer pushes the weights to the engines, and none is asked to load. An engine
-that the push has missed stays behind, with an error, until it is pushed to again or the version is
-given a path.
+Without a path, a trainer pushes the weights to the engines, and no engine gets a request to load.
+An engine that the push has missed stays behind, with an error, until it is pushed to again or the
+version is given a path.
 
 An engine that cannot load is left alone for a while; its trajectories go to other engines, and the
-fleet goes on. So do those of an engine that still loads when it is asked again and others have
-loaded: it may hang.
+fleet goes on. So do the trajectories of an engine that still loads at the next request when others
+have loaded: it may hang.
 """
 
 from treadle_core import actions as act
@@ -41,7 +41,7 @@ def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]
 
 
 def ask_engines(state: State, now: float) -> list[act.Action]:
-    """Have all engines load that are behind."""
+    """Have all engines that are behind load the desired weights."""
     return [
         action
         for engine in state.engines
@@ -76,7 +76,7 @@ def ask_engine(state: State, engine_id: str, now: float) -> list[act.Action]:
 
 
 def ask_again(state: State, now: float) -> list[act.Action]:
-    """Ask engines again that are still behind, as a question may have been lost."""
+    """Repeat the request to engines that are still behind, as a request may have been lost."""
     actions: list[act.Action] = []
     for engine_id in state.loads.take_due(now):
         again, asked = ask_engine(state, engine_id, now), state.engines.get(engine_id)
@@ -92,7 +92,7 @@ def ask_again(state: State, now: float) -> list[act.Action]:
 
 
 def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Action]:
-    """Renew a lease, and look after an engine that serves the desired weights no more. Raises
+    """Renew a lease, and note an engine that serves the desired weights no more. Raises
     LeaseNotFound."""
     before, actions = state.engines.get(event.engine_id), leases.renew_lease(state, event, now)
     _note_behind(state, before, now)
@@ -100,8 +100,8 @@ def renew_lease(state: State, event: LeaseRenewed, now: float) -> list[act.Actio
 
 
 def _note_behind(state: State, before: EngineRecord | None, now: float) -> None:
-    """Ask an engine soon that is behind since `before`; a report that was overtaken by another one
-    is over then."""
+    """Schedule an early request to an engine that is behind since `before`; a report that was
+    overtaken by another one is over then."""
     engine_id = before.spec.engine_id if before is not None else ""
     engine = state.engines.get(engine_id)
     if engine is not None and before is not None and engine.behind and not before.behind:

@@ -1,4 +1,5 @@
-"""Engines: which are here, by their leases, and which of them runs the next step of a trajectory.
+"""Table of the engines that hold a lease, and choice of the engine that runs the next step of a
+trajectory.
 
 `EngineTable` owns every EngineRecord. An engine is here while its lease runs; it has one lease,
 which only the lease's own id renews. `revision` grows with every change, `membership` when an
@@ -14,16 +15,12 @@ it.
 - LEAST_LOAD (slime): at each step the engine with the fewest live tickets for each slot, wherever
   the prefix is.
 - CACHE_AWARE (the SGLang router, as Heddle's Verl* uses it): the engine that holds the prefix, its
-  own or, before the
-  first step, a sibling's of the same prompt; while the loads are skewed, the least loaded one.
-  Skewed is what the
-  router calls imbalanced: the most loaded engine has over `skew_steps` steps more than the least
-  loaded AND over
-  `skew_ratio` times as many. (Heddle prints the 32 as a ratio, which would hardly ever be met: a
-  weaker baseline.)
-- PLANNED: opens where least predicted work is, goes where the plan says until its first step, as
-  moving is free until
-  then, and stays afterwards: later moves are migrations (`steps.moves`).
+  own or, before the first step, a sibling's of the same prompt; while the loads are skewed, the
+  least loaded one. Skewed is what the router calls imbalanced: the most loaded engine has over
+  `skew_steps` steps more than the least loaded AND over `skew_ratio` times as many. (Heddle prints
+  the 32 as a ratio, which would hardly ever be met: a weaker baseline.)
+- PLANNED: opens where least predicted work is, goes where the plan places it until its first step,
+  as moving is free until then, and stays afterwards: later moves are migrations (`steps.moves`).
 """
 
 import math
@@ -92,8 +89,8 @@ class EngineTable:
             self._put(replace(record, lease_expires_s=now + self._lease_ttl_s))
 
     def find_repeat(self, event: EngineRegistered) -> EngineRecord | None:
-        """The record of the same request made before. Raises RequestIdReused where its other values
-        differ now."""
+        """Return the record that the same request has made before. Raises RequestIdReused where its
+        other values differ now."""
         record = self._engines.get(event.spec.engine_id)
         if record is None or record.register_request_id != event.request_id:
             return None
@@ -143,13 +140,15 @@ class EngineTable:
             self._put(replace(record, lease_expires_s=record.lease_expires_s + seconds))
 
     def suspect(self, engine_id: str, now: float) -> None:
-        """Send no new steps there until the next renewal, as a client has lost a stream."""
+        """Send no new steps to an engine until its next renewal, as a client has lost a stream
+        there."""
         record = self._engines.get(engine_id)
         if record is not None:
             self._put(replace(record, suspect_s=now))
 
     def set_weight_version(self, engine_id: str, weight_version: str) -> EngineRecord | None:
-        """Store a weight version; None where the engine is not here or has it already."""
+        """Store a weight version and return the engine; None where it is not here or has the
+        version already."""
         record = self._engines.get(engine_id)
         if record is None or record.spec.weight_version == weight_version:
             return None
@@ -169,7 +168,7 @@ class EngineTable:
 
     @property
     def drained(self) -> tuple[str, ...]:
-        """Ids of the engines that are to be empty, gone ones too."""
+        """Return the ids of the engines that are to be empty, gone ones too."""
         return tuple(sorted(self._drained))
 
     def drain(self, engine_ids: Iterable[str]) -> None:
@@ -184,11 +183,11 @@ class EngineTable:
             self._changed()
 
     def expired(self, now: float) -> list[str]:
-        """Ids of engines whose lease has run out."""
+        """Return the ids of engines whose lease has run out."""
         return [record.spec.engine_id for record in self if record.lease_expires_s <= now]
 
     def require_lease(self, lease_id: str, engine_id: str) -> EngineRecord:
-        """The engine that holds this lease. Raises LeaseNotFound."""
+        """Return the engine that holds this lease. Raises LeaseNotFound."""
         record = self._engines.get(engine_id)
         if record is None or record.lease_id != lease_id:
             raise LeaseNotFound(
@@ -220,7 +219,7 @@ class EngineTable:
 
 @dataclass(frozen=True, slots=True)
 class Able:
-    """Engines, by id, that may run trajectories with some tags. usable: engines for new steps;
+    """Engines, by id, that may run trajectories with certain tags. usable: engines for new steps;
     where none is usable, those that are not drained, or all. fits_all: context tokens that each of
     them takes."""
 
@@ -238,14 +237,14 @@ class Able:
         return cls(engines, usable, min(limits) - 1 if limits else math.inf)
 
     def fitting(self, context_tokens: int) -> "Able":
-        """The engines that take a context this long and one token more. Raises ContextTooLong where
-        there are engines and none does."""
+        """Return the engines that take a context this long and one token more. Raises
+        ContextTooLong where there are engines and none does."""
         if context_tokens <= self.fits_all:
             return self
         return Able.of(_require_fitting(self.engines, context_tokens))
 
     def without(self, engine_id: str) -> "Able":
-        """All engines but this one, unless it is the only one."""
+        """Return all engines but `engine_id`, unless it is the only one."""
         return Able.of(
             [engine for engine in self.engines if engine.spec.engine_id != engine_id]
             or self.engines
@@ -253,8 +252,8 @@ class Able:
 
 
 class Siting:
-    """Chooses engines. Keeps the position of the round-robin, and which engine saw each prompt
-    last."""
+    """Chooser of engines. Keeps the position of the round-robin, and which engine received each
+    prompt last."""
 
     def __init__(self, engines: EngineTable, table: TrajectoryTable, tuning: Tuning) -> None:
         self._engines = engines
@@ -270,7 +269,7 @@ class Siting:
         )  # the last choice was made: a pattern and its values
         self._missing_since_s: dict[
             tuple[str, ...], float
-        ] = {}  # tags that were asked for and no engine carries
+        ] = {}  # required tags that no engine carries
 
     def restore(self) -> None:
         """Continue from the stored trajectories of an earlier run."""
@@ -281,13 +280,13 @@ class Siting:
                 self.note_step(record)
 
     def note_engine(self, spec: EngineSpec) -> None:
-        """An engine has registered: its tags are missing no more."""
+        """Note that an engine has registered: its tags are missing no more."""
         found = [tags for tags in self._missing_since_s if set(tags) <= set(spec.hardware_tags)]
         for tags in found:
             del self._missing_since_s[tags]
 
     def note_step(self, record: TrajectoryRecord) -> None:
-        """A step of the trajectory goes to its engine, which will cache the prompt."""
+        """Note that a step of the trajectory goes to its engine, which will cache the prompt."""
         if record.policy.placement is PlacementRule.CACHE_AWARE:
             self._prompts[record.prompt_id] = record.engine_id
             self._prompts.move_to_end(record.prompt_id)
@@ -302,7 +301,7 @@ class Siting:
         avoid: str = "",
         context_tokens: int = 0,
     ) -> EngineRecord | None:
-        """The engine for the trajectory's next step, or None where none may take it now.
+        """Return the engine for the trajectory's next step, or None where none may take it now.
 
         target: the engine that the plan wants; avoid: one that has just lost a stream of this
         trajectory, taken only where there is no other. Raises ContextTooLong where engines exist
@@ -362,13 +361,13 @@ class Siting:
         return self._least_work(able, record)
 
     def require_fitting(self, record: TrajectoryRecord, context_tokens: int) -> None:
-        """Raises ContextTooLong where engines exist and none takes a context this long, as `choose`
+        """Raise ContextTooLong where engines exist and none takes a context this long, as `choose`
         would."""
         self._able_for(record).fitting(context_tokens)
 
     def explain_lack(self, record: TrajectoryRecord, now: float) -> NoEngine:
-        """Why `choose` has found no engine, without the trajectory's name, so that a client can say
-        it once for all."""
+        """Return why `choose` has found no engine, without the trajectory's name, so that a client
+        can report it once for all."""
         engines, tags = list(self._engines), ", ".join(record.hardware_tags)
         lack, kind = "no engine is registered", NoEngine
         if record.pinned_engine_id:
@@ -404,7 +403,7 @@ class Siting:
         return kind(lack, trajectory_id=record.trajectory_id)
 
     def _able_for(self, record: TrajectoryRecord) -> Able:
-        """Healthy engines with the trajectory's tags; kept until the engines change."""
+        """Return the healthy engines with the trajectory's tags; kept until the engines change."""
         if self._able_revision != self._engines.revision:
             self._able.clear()
             self._able_revision = self._engines.revision
@@ -433,8 +432,8 @@ class Siting:
         return self._least_loaded(able)
 
     def _least_loaded(self, able: Able) -> EngineRecord:
-        """Fewest live tickets for each slot, then fewest waiting steps, then the smaller id. The
-        count of tickets is newer than any measured load."""
+        """Return the engine with the fewest live tickets for each slot, then the fewest waiting
+        steps, then the smaller id. The count of tickets is newer than any measured load."""
         tally = self._table.tally
         best, least = able.usable[0], (math.inf, math.inf)
         for engine in able.usable:
@@ -448,8 +447,8 @@ class Siting:
         return best
 
     def _least_work(self, able: Able, record: TrajectoryRecord) -> EngineRecord:
-        """Least seconds of predicted work with this trajectory added, all slots decoding; then
-        fewest trajectories, then the smaller id."""
+        """Return the engine with the least seconds of predicted work, this trajectory added and all
+        slots decoding; then the fewest trajectories, then the smaller id."""
         tally = self._table.tally
         added = remaining_tokens(record, self._tuning)
         best, least_s, fewest, next_s = able.usable[0], math.inf, 0, math.inf
@@ -468,12 +467,12 @@ class Siting:
 
 
 def carries_tags(engine: EngineRecord, record: TrajectoryRecord) -> bool:
-    """Whether the engine has all the hardware tags that the trajectory asks for."""
+    """Return whether the engine has all the hardware tags that the trajectory requires."""
     return not record.hardware_tags or set(record.hardware_tags) <= set(engine.spec.hardware_tags)
 
 
 def fits_context(engine: EngineRecord, context_tokens: int) -> bool:
-    """Whether it takes a context this long and one token more."""
+    """Return whether the engine takes a context this long and one token more."""
     return not engine.spec.max_context_tokens or context_tokens < engine.spec.max_context_tokens
 
 

@@ -1,5 +1,5 @@
-"""Jobs: whose client holds a lease, which are kept for a client that resumes them, and what share
-of the mesh each has.
+"""Table of jobs: those whose client holds a lease and those kept for a client that resumes them,
+with the share of each in the mesh.
 
 `JobTable` owns every JobRecord. A job is held while its lease runs; any request of its client
 renews it. One that is to be resumed stays here after it has ended, so that its rollouts are found
@@ -44,7 +44,7 @@ LONGEST_PAUSE_S = 5.0
 
 
 class JobTable:
-    """Jobs by id. lease_s: how long a job is held after a renewal. resume_s: how long an ended one
+    """Jobs by id. lease_s: how long a job is held after a renewal. resume_s: how long an ended job
     can be resumed."""
 
     def __init__(self, lease_s: float, resume_s: float) -> None:
@@ -53,7 +53,7 @@ class JobTable:
         self._expires_s: dict[str, float] = {}  # of the jobs that are held
         self._weights: dict[
             str, float
-        ] = {}  # of the names that were asked for since a job has changed
+        ] = {}  # of the names that were looked up since a job has changed
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._jobs.get(job_id)
@@ -62,8 +62,8 @@ class JobTable:
         return iter(list(self._jobs.values()))
 
     def weight(self, name: str) -> float:
-        """Of the share of a name: the largest that a client of it has given; 1 for clients without
-        a name."""
+        """Return the weight of the share of a name: the largest that a client of it has given; 1
+        for clients without a name."""
         if name not in self._weights:
             held = (self._jobs[job_id] for job_id in self._expires_s)
             weights = [record.weight for record in held if record.name == name]
@@ -71,11 +71,11 @@ class JobTable:
         return self._weights[name]
 
     def is_held(self, job_id: str) -> bool:
-        """Whether the lease of the job runs."""
+        """Return whether the lease of the job runs."""
         return job_id in self._expires_s
 
     def require(self, job_id: str) -> JobRecord:
-        """The job, which is held or may be held again. Raises JobNotFound, JobTakenOver."""
+        """Return the job, which is held or may be held again. Raises JobNotFound, JobTakenOver."""
         record = self._jobs.get(job_id)
         if record is None:
             raise JobNotFound(
@@ -91,8 +91,8 @@ class JobTable:
         return record
 
     def resumable(self, name: str) -> list[JobRecord]:
-        """Jobs of this name whose work a client that resumes it takes over: one, but where a write
-        was lost."""
+        """Return the jobs of this name whose work a resuming client takes over: at most one, unless
+        a write was lost."""
         return [
             record
             for record in self._jobs.values()
@@ -109,7 +109,7 @@ class JobTable:
                 self._expires_s[record.job_id] = now + self._lease_s
 
     def hold(self, record: JobRecord, now: float) -> JobRecord:
-        """Store a job whose lease begins or begins again; returns it as held."""
+        """Store a job whose lease begins or begins again, and return it as held."""
         record = replace(record, ended_s=None) if record.ended_s is not None else record
         if record is not self._jobs.get(record.job_id):
             self._weights.clear()
@@ -128,7 +128,7 @@ class JobTable:
             self._expires_s[job_id] += seconds
 
     def end(self, record: JobRecord, now: float, successor_id: str = "") -> JobRecord | None:
-        """End a job; returns it as it is kept for a client that resumes it, None where it is
+        """End a job. Returns it as it is kept for a client that resumes it, None where it is
         removed."""
         self._expires_s.pop(record.job_id, None)
         self._weights.clear()
@@ -144,13 +144,13 @@ class JobTable:
         del self._jobs[job_id]
 
     def run_out(self, now: float) -> list[JobRecord]:
-        """Jobs whose lease has run out."""
+        """Return the jobs whose lease has run out."""
         return [
             self._jobs[job_id] for job_id, expires_s in self._expires_s.items() if expires_s <= now
         ]
 
     def forgettable(self, now: float) -> list[str]:
-        """Ids of jobs that ended so long ago that they cannot be resumed any more."""
+        """Return the ids of jobs that ended so long ago that they cannot be resumed any more."""
         return [
             record.job_id
             for record in self._jobs.values()
@@ -160,9 +160,9 @@ class JobTable:
 
 @dataclass(slots=True)
 class Part:
-    """What one job has of the mesh. share: that it is due, above 0 and at most 1. held_slots: of
-    its live tickets, that the engines' queues let run. kv_tokens: reserved for it, on engines that
-    say how many they hold. slots, kv_room_tokens: of all engines."""
+    """Part of the mesh that one job has. share: the part that it is due, above 0 and at most 1.
+    held_slots: those of its live tickets that the engines' queues let run. kv_tokens: reserved for
+    it, on engines that report their capacity. slots, kv_room_tokens: of all engines."""
 
     job: str
     weight: float
@@ -175,20 +175,20 @@ class Part:
 
     @property
     def used(self) -> float:
-        """The dominant share: 0 to about 1."""
+        """Return the dominant share: 0 to about 1."""
         kv = self.kv_tokens / self.kv_room_tokens if self.kv_room_tokens else 0.0
         return max(kv, self.held_slots / self.slots if self.slots else 0.0)
 
     @property
     def is_below(self) -> bool:
-        """Whether it uses less than it is due."""
+        """Return whether the job uses less than it is due."""
         return self.used < self.share
 
 
 def _divide_slots(slots: int, tickets: list[tuple[float, int, float, Part]]) -> None:
-    """Give each job the slots of an engine that its queue does: those of its share, and of what
-    others do not need (max-min fairness). tickets: live ones for its weight, live ones, weight and
-    part of each job that has any."""
+    """Give each job as many slots of an engine as its queue does: those of its share, and of those
+    that others do not need (max-min fairness). tickets: live ones for its weight, live ones, weight
+    and part of each job that has any."""
     left, weights = float(slots), 0.0
     for each in tickets:
         weights += each[2]
@@ -202,7 +202,7 @@ def _divide_slots(slots: int, tickets: list[tuple[float, int, float, Part]]) -> 
 
 
 class Shares:
-    """The parts of the jobs, as `divide` has found them last."""
+    """Shares of the jobs: their parts, as the last `divide` has found them."""
 
     def __init__(self, engines: EngineTable, table: TrajectoryTable, jobs: JobTable) -> None:
         self._engines, self._table, self._jobs = engines, table, jobs
@@ -212,8 +212,8 @@ class Shares:
         self._now = 0.0
 
     def divide(self, waiting: Collection[str], now: float) -> bool:
-        """Find the parts of all jobs; False where no more than one has any. waiting: names of those
-        whose first steps wait."""
+        """Find the parts of all jobs. Returns False where no more than one has any. waiting: names
+        of jobs whose first steps wait."""
         if len(self._table.open_of_job) < 2 and len(self._parts) < 2:
             return False
         took_s, self._now = now - self._now, now
@@ -231,7 +231,7 @@ class Shares:
         return len(self._parts) > 1
 
     def _boost(self, part: Part, took_s: float, waits: bool) -> None:
-        """Change the boost of a job for the time since the last look; one with nothing more to do
+        """Change the boost of a job for the time since the last look. A job with nothing more to do
         collects none."""
         has_more = waits or part.live_tickets > part.held_slots
         lack = min(part.share / part.used, MOST_BOOST) if part.used else MOST_BOOST
@@ -242,11 +242,11 @@ class Shares:
             self._boosts[part.job] = min(boost, MOST_BOOST)
 
     def ticket_weight(self, job: str) -> float:
-        """With which a job's tickets share the slots of their engines."""
+        """Return the weight with which a job's tickets share the slots of their engines."""
         return self._jobs.weight(job) * self._boosts.get(job, 1.0)
 
     def parts(self, waiting: Iterable[str]) -> list[Part]:
-        """The parts of all jobs now, by name."""
+        """Return the parts of all jobs now, by name."""
         specs = [engine.spec for engine in self._engines]
         tallies = [self._table.tallies_of_jobs(spec.engine_id) for spec in specs]
         names = sorted(
@@ -275,39 +275,39 @@ class Shares:
         return parts
 
     def next(self, jobs: Iterable[str]) -> str:
-        """Which of these jobs starts a trajectory next; all of them wait."""
+        """Return which of these jobs, all of which wait, starts a trajectory next."""
         parts, served = self._parts, self._served
         return min(jobs, key=lambda job: (not parts[job].is_below, served.tag(job), job))
 
     def is_below(self, job: str) -> bool:
-        """Whether a job uses less than it is due."""
+        """Return whether a job uses less than it is due."""
         return self._parts[job].is_below
 
     def note_start(self, record: TrajectoryRecord) -> None:
-        """A first step has got its ticket since `divide`."""
+        """Count a first step that has got its ticket since `divide`."""
         if record.ticket is not None:
             part = self._parts[record.job]
             part.held_slots += 1
             part.kv_tokens += record.ticket.kv_reserve_tokens
 
     def may_pass(self, job: str, blocked: str) -> bool:
-        """Whether a job may start within its share although the next step of another one does not
-        fit."""
+        """Return whether a job may start within its share although the next step of the job
+        `blocked` does not fit."""
         lag_s = sum(part.weight for part in self._parts.values()) * (
             self._served.tag(job) - self._served.tag(blocked)
         )
         return lag_s <= PASS_LAG_S
 
     def owned_slots(self, job: str, spec: EngineSpec) -> int:
-        """The slots of an engine that are a job's share, of which it may have a part in the last
-        one."""
+        """Return how many slots of an engine are a job's share, the last one of them perhaps in
+        part."""
         return math.ceil(self._parts[job].share * spec.slot_limit)
 
     def owns_room(
         self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec, mine: Tally
     ) -> bool:
-        """Whether an engine's KV that is its job's share has room for a trajectory. mine: what the
-        job has there."""
+        """Return whether the job's share of an engine's KV has room for a trajectory. mine: what
+        the job has there."""
         part = self._parts[record.job]
         kv_tokens -= record.prompt_tokens if record.prompt_id in mine.prompts else 0
         mine_tokens, room_tokens = mine.kv_reserve_tokens + kv_tokens, spec.kv_room_tokens

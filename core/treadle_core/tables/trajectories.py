@@ -1,9 +1,9 @@
-"""The table of trajectories, with sums for each engine that placement and admission read, and
-columns that plans read.
+"""Table of trajectories, with sums for each engine that placement and admission read, and columns
+that plans read.
 
-Owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk over
-the open records would give: only `put` and `forget` write. Collects the ids of watched trajectories
-whose record has changed.
+It owns every TrajectoryRecord, the sums (`Tally`) and the live columns, which equal what a walk
+over the open records would give: only `put` and `forget` write. It collects the ids of watched
+trajectories whose record has changed.
 """
 
 import struct
@@ -67,7 +67,7 @@ class Tally:
 
     @property
     def uses_engine(self) -> bool:
-        """Whether a ticket is live or KV is reserved."""
+        """Return whether a ticket is live or KV is reserved."""
         return bool(self.live or self.kv_reserve_tokens)
 
     def change_live(self, old: float | None, new: float | None) -> None:
@@ -79,8 +79,8 @@ class Tally:
                 insort(self.live, new)
 
     def has_room(self, record: TrajectoryRecord, kv_tokens: int, spec: EngineSpec) -> bool:
-        """Whether the engine can reserve so much KV for a trajectory that is elsewhere or has not
-        started; it always can for its first one."""
+        """Return whether the engine can reserve `kv_tokens` for a trajectory that is elsewhere or
+        has not started; it always can for its first one."""
         capacity = spec.kv_room_tokens
         if record.prompt_id in self.prompts:
             kv_tokens -= record.prompt_tokens
@@ -123,8 +123,8 @@ class LiveColumns:
 
     `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows
     are in the order of opening. The row of a closed trajectory is never used again and keeps its
-    id: when room runs out, the live rows get new numbers all at once in a new array of ids. So who
-    holds `ids` and some rows knows whose they are.
+    id: when room runs out, the live rows get new numbers all at once in a new array of ids. So a
+    holder of `ids` and some rows knows their trajectories.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class LiveColumns:
 
     @property
     def cells(self) -> Floats:
-        """All used rows, to be read only."""
+        """Return all used rows, to be read only."""
         return self._cells[: self.used]
 
     def put(self, trajectory_id: str, cells: Row) -> None:
@@ -169,7 +169,7 @@ class LiveColumns:
             self._cells[row, MOVABLE] = CLOSED
 
     def row(self, trajectory_id: str) -> int:
-        """The row of an open trajectory; -1 for any other."""
+        """Return the row of an open trajectory; -1 for any other."""
         return self._rows.get(trajectory_id, -1)
 
     def _renumber(self) -> None:
@@ -185,10 +185,10 @@ class LiveColumns:
 
 @dataclass(slots=True)
 class _Counted:
-    """What one open trajectory has added to the tally of its engine. live: as in `change_live`.
+    """Contribution of one open trajectory to the tally of its engine. live: as in `change_live`.
     log_sigma: of its prediction, kept since most changes of a record leave the prediction as it was
-    and two logarithms are dear at each. prompt_number: the same for all samples of a prompt; two
-    prompts share one once in billions, which costs a plan a little accuracy."""
+    and two logarithms at each are expensive. prompt_number: the same for all samples of a prompt;
+    two prompts share one once in billions, which costs a plan a little accuracy."""
 
     engine_id: str
     tally: Tally
@@ -231,7 +231,7 @@ class TrajectoryTable:
         return self._records.get(trajectory_id)
 
     def require(self, trajectory_id: str) -> TrajectoryRecord:
-        """The trajectory. Raises TrajectoryNotFound."""
+        """Return the trajectory. Raises TrajectoryNotFound."""
         record = self._records.get(trajectory_id)
         if record is None:
             raise TrajectoryNotFound(
@@ -241,27 +241,27 @@ class TrajectoryTable:
         return record
 
     def open_records(self) -> list[TrajectoryRecord]:
-        """Open trajectories, in the order of opening."""
+        """Return the open trajectories, in the order of opening."""
         return [self._records[trajectory_id] for trajectory_id in self._counted]
 
     def on(self, engine_id: str) -> list[TrajectoryRecord]:
-        """Open trajectories of an engine."""
+        """Return the open trajectories of an engine."""
         return [self._records[trajectory_id] for trajectory_id in self._on.get(engine_id, ())]
 
     def moving(self) -> list[TrajectoryRecord]:
-        """Trajectories with a move in progress."""
+        """Return the trajectories with a move in progress."""
         return [self._records[trajectory_id] for trajectory_id in self._moving]
 
     def open_count(self) -> int:
         return len(self._counted)
 
     def tally(self, engine_id: str) -> Tally:
-        """The sums of an engine, to be read only."""
+        """Return the sums of an engine, to be read only."""
         return self._tallies.get(engine_id, NOTHING)
 
     def tallies_of_jobs(self, engine_id: str) -> Mapping[str, Tally]:
-        """The sums of an engine by the name of the job, without `started` and `tokens`; to be read
-        only."""
+        """Return the sums of an engine by the name of the job, without `started` and `tokens`; to
+        be read only."""
         tally = self.tally(engine_id)
         return tally.jobs if self._of_jobs else dict.fromkeys(self.open_of_job, tally)
 
@@ -274,7 +274,8 @@ class TrajectoryTable:
         self._changed.discard(trajectory_id)
 
     def take_changed(self) -> set[str]:
-        """Watched trajectories whose record was replaced or removed since the last call."""
+        """Return the watched trajectories whose record was replaced or removed since the last
+        call."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -401,7 +402,7 @@ class TrajectoryTable:
 
 
 def _planned_number(record: TrajectoryRecord) -> float:
-    """Return whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
+    """Return the number for whether a plan may move a trajectory: PLANNED or NOT_PLANNED."""
     policy = record.policy
     if policy.placement is not PlacementRule.PLANNED or record.pinned_engine_id:
         return NOT_PLANNED

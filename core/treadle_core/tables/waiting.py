@@ -1,4 +1,4 @@
-"""The table of waiting steps: requests for tickets that are not answered yet."""
+"""Table of waiting steps: requests for tickets that are not answered yet."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,9 +20,9 @@ class WaitingSteps:
     each job and engine.
 
     A trajectory stands in at most one queue, by its priority at the time of `enqueue`, then by
-    arrival. Nothing of it is stored: after a restart the clients ask again. `requests`, by
-    trajectory id, and `jobs`, the queues by the name of the job and then by engine, are for others
-    to read only.
+    arrival. Nothing of it is stored: after a restart the clients request again. `requests`, by
+    trajectory id, and `jobs`, the queues by the name of the job and then by engine, are read-only
+    for others.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class WaitingSteps:
         return self.requests[trajectory_id][1]
 
     def by_arrival(self, trajectory_ids: Iterable[str]) -> list[str]:
-        """Those of the trajectories that wait, in the order of arrival."""
+        """Return the given trajectories that wait, in the order of arrival."""
         return sorted(
             self.requests.keys() & trajectory_ids, key=lambda each: self.requests[each][0]
         )
@@ -56,19 +56,19 @@ class WaitingSteps:
         self.dequeue(trajectory_id)
 
     def queued_engines(self) -> list[str]:
-        """Ids of the engines that have a queue, in order."""
+        """Return the ids of the engines that have a queue, in order."""
         return sorted({engine_id for queues in self.jobs.values() for engine_id in queues})
 
     def queues(self, job: str) -> Mapping[str, Sequence[Place]]:
-        """The queues of a job, by engine: a view that changes with them."""
+        """Return the queues of a job, by engine: a view that changes with them."""
         return self.jobs.get(job, {})
 
     def queue(self, engine_id: str, job: str = "") -> Sequence[Place]:
-        """A queue, next to start first: a view that changes with it."""
+        """Return a queue, next to start first: a view that changes with it."""
         return self.queues(job).get(engine_id, ())
 
     def waiting_for(self, engine_id: str) -> Iterator[str]:
-        """The trajectories in the queues of an engine, job by job."""
+        """Return the trajectories in the queues of an engine, job by job."""
         return (
             place.trajectory_id
             for queues in self.jobs.values()

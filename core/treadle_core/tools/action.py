@@ -1,4 +1,4 @@
-"""An action, what it asks for, how it scales and how long it takes (ARL-Tangram §4.1).
+"""Action: what it requires, how it scales and how long it takes (ARL-Tangram §4.1).
 
 A dimension is a name such as `cpu_cores` or `api_quota:example.org`: each website's quota is a
 dimension of its own. Amounts are whole units of a dimension: cores, bytes, GPUs, requests. All
@@ -26,7 +26,7 @@ MOST_SECONDS = 1e9  # thirty years
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Exactly `units` units."""
+    """Demand for exactly `units` units."""
 
     units: int
 
@@ -37,7 +37,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Any number of units from `least` to `most`."""
+    """Demand for any number of units from `least` to `most`."""
 
     least: int
     most: int
@@ -45,7 +45,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class UnitSet:
-    """One of these numbers of units, ascending, such as 1, 2, 4, 8."""
+    """Demand for one of these numbers of units, ascending, such as 1, 2, 4, 8."""
 
     units: tuple[int, ...]
 
@@ -65,8 +65,8 @@ class Elasticity(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Amdahl:
-    """A serial share of the work, in [0, 1], runs on one unit only: E(m) = 1 / (1 + share * (m -
-    1)).
+    """Elasticity by Amdahl's law: a serial share of the work, in [0, 1], runs on one unit only:
+    E(m) = 1 / (1 + share * (m - 1)).
 
     Durations are convex in m, so `arrangement.marginal_gains` arranges them exactly.
     """
@@ -79,7 +79,8 @@ class Amdahl:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """(units, E) at ascending numbers of units; linear between the points, constant outside."""
+    """Measured elasticity: (units, E) at ascending numbers of units; linear between the points,
+    constant outside."""
 
     points: tuple[tuple[int, float], ...]
 
@@ -99,7 +100,7 @@ class Action:
     arrival: place in the order of submission, any ascending integers. cost: the demand by
     dimension. single_unit_s: T of eq. 1, seconds on one unit, profiled or a mean; None: not known.
     key: the dimension that the duration depends on, if any. node_id: the CPU node that the
-    trajectory lives on; None: this is its first action, and the memory it asks for is the whole
+    trajectory lives on; None: this is its first action, and the memory in `cost` is the whole
     trajectory's (§5.2). service: the model that it needs on its GPUs; each number of GPUs is a
     service of its own (§5.3).
     """
@@ -116,15 +117,15 @@ class Action:
 
     @property
     def scalable(self) -> bool:
-        """Whether elasticity and duration are both known (Algorithm 1, line 5)."""
+        """Return whether elasticity and duration are both known (Algorithm 1, line 5)."""
         return (
             self.single_unit_s is not None and self.key is not None and self.elasticity is not None
         )
 
     @property
     def sized_dimension(self) -> str:
-        """The dimension that a decision gives more than the least of: the key, or the first one in
-        `cost`."""
+        """Return the dimension of which a decision may give more than the least: the key, or the
+        first one in `cost`."""
         return self.key or next(iter(self.cost))
 
 
@@ -140,7 +141,8 @@ def key_units(demand: Demand) -> tuple[int, ...]:
 
 
 def seconds_at(action: Action, units: int) -> float | None:
-    """T / (E(m) * m), eq. 1; T itself where the elasticity is not known."""
+    """Return the seconds of the action on `units` units, T / (E(m) * m), eq. 1; T itself where the
+    elasticity is not known."""
     if action.single_unit_s is None or action.elasticity is None:
         return action.single_unit_s
     return action.single_unit_s / (action.elasticity.efficiency(units) * units)
@@ -152,7 +154,7 @@ class InvalidActionError(CoreError):
 
 
 def check_action(action: Action, capacities: Mapping[str, int]) -> None:
-    """Raise InvalidActionError for the first bad field; the message says what would be right.
+    """Raise InvalidActionError for the first bad field; the message states what would be right.
 
     capacities: by dimension, the most that one action can get of it.
     """

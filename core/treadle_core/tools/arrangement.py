@@ -26,8 +26,8 @@ NODE_GPUS = 1 << (LEVELS - 1)
 
 
 class Curves(NamedTuple):
-    """units[i, c], ascending in c, and seconds[i, c]: what candidate i may get, and how long it
-    then takes.
+    """Choices of candidates: units[i, c], ascending in c, which candidate i may get, and seconds[i,
+    c], which it then takes.
 
     counts[i]: how many choices are real; those beyond are not read.
     """
@@ -41,8 +41,8 @@ class Curves(NamedTuple):
         return Curves(self.units[candidates], self.seconds[candidates], self.counts[candidates])
 
     def priced(self, price: float) -> Curves:
-        """Return curves in which a second costs more by `price` for each unit: arranged so, fewer
-        units are held."""
+        """Return curves in which a second costs more by `price` for each unit, so that an
+        arrangement of them holds fewer units."""
         return Curves(self.units, self.seconds * (1.0 + price * self.units), self.counts)
 
 
@@ -52,7 +52,8 @@ Arrangement = Callable[[int], Indexes]
 
 
 def flat_table(curves: Curves, free: int) -> Arrangement:
-    """Interchangeable units, such as those of a quota or the cores of one node; any curves.
+    """Arrange interchangeable units, such as those of a quota or the cores of one node, for any
+    curves.
 
     Row i of the table is of the first i candidates; entry e is their least sum of seconds with at
     most e units beyond their minimums. The paper's rows use all units exactly (ISVALID: r = 0), but
@@ -128,7 +129,7 @@ def trace_rows(
 
 
 def marginal_gains(curves: Curves, free: int) -> Arrangement:
-    """Interchangeable units for curves that `is_convex` accepts. Beyond the paper.
+    """Arrange interchangeable units for curves that `is_convex` accepts. Beyond the paper.
 
     Each further unit goes to the candidate that it saves most. No unit of a candidate saves more
     than the one before, so these are the largest savings there are (Fox 1966). O(n + units * log n)
@@ -139,8 +140,8 @@ def marginal_gains(curves: Curves, free: int) -> Arrangement:
 
 @compiled
 def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
-    """Whether every candidate's units come one by one and each saves no more than the one before
-    it."""
+    """Return whether every candidate's units come one by one and each saves no more than the one
+    before it."""
     for i in range(len(counts)):
         slack = ROUNDING * seconds[i, 0]
         for choice in range(1, counts[i]):
@@ -157,7 +158,7 @@ def is_convex(units: Indexes, seconds: Floats, counts: Indexes) -> bool:
 @lean
 def sift_down_gain(gains: Floats, owners: Indexes, size: int, at: int) -> None:
     """Restore a heap, largest gain first, below an entry that got smaller; of equal gains the
-    earlier owner first."""
+    earlier owner is first."""
     gain, owner = gains[at], owners[at]
     while True:
         child = 2 * at + 1
@@ -227,7 +228,8 @@ def free_chunks(node_id: str, free: Collection[int]) -> list[Chunk]:
 
 @inlined
 def level_of(units: int) -> int:
-    """The level of the smallest chunk that holds at least so many GPUs; LEVELS where none does."""
+    """Return the level of the smallest chunk that holds at least `units` GPUs; LEVELS where none
+    does."""
     level = 0
     while level < LEVELS and (1 << level) < units:
         level += 1
@@ -236,8 +238,8 @@ def level_of(units: int) -> int:
 
 @inlined
 def take_chunk(counts: Indexes, level: int) -> bool:
-    """Take one chunk of a level out of `counts`, the free chunks by level; false, and nothing
-    changed, where none is.
+    """Take one chunk of a level out of `counts`, the free chunks by level. Returns False, and
+    changes nothing, where there is none.
 
     A larger chunk is split where no chunk of the level is free, and leaves one chunk of each level
     between.
@@ -254,9 +256,9 @@ def take_chunk(counts: Indexes, level: int) -> bool:
 
 
 def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
-    """GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i candidates
-    on the free chunks of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2, 4, 8 GPUs
-    are free.
+    """Arrange GPUs in buddy chunks: entry [i, state] is the least sum of seconds of the first i
+    candidates on the free chunks of a state. free_chunks: int64[LEVELS], how many chunks of 1, 2,
+    4, 8 GPUs are free.
 
     Where the paper contradicts itself, §5.3 and the text of appendix B are followed and not the
     listing of Algorithm 4, which takes k GPUs apart over several chunks and never splits one, so
@@ -274,8 +276,8 @@ def chunk_table(curves: Curves, free_chunks: Indexes) -> Arrangement:
 
 @compiled
 def residual_states(counts: Indexes) -> Indexes:
-    """The operator PREV as a table: [state, level] is the state after a chunk of a level is taken,
-    -1 where none is.
+    """Return the operator PREV as a table: [state, level] is the state after a chunk of a level is
+    taken, -1 where none is.
 
     States are counts in mixed radix (ENCODE).
     """
@@ -303,7 +305,8 @@ def residual_states(counts: Indexes) -> Indexes:
 
 @compiled
 def fill_states(units: Indexes, seconds: Floats, counts: Indexes, residual: Indexes) -> Floats:
-    """float64[candidates + 1, states]; infinite where the candidates do not fit."""
+    """Return the table float64[candidates + 1, states]; infinite where the candidates do not
+    fit."""
     table = np.full((len(counts) + 1, len(residual)), np.inf)
     table[0] = 0.0
     for i in range(len(counts)):

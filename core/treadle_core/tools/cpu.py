@@ -19,7 +19,8 @@ Cores = tuple[frozenset[int], ...]  # by NUMA node
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A node. numa: the numbers of the cores of each NUMA node that actions may use."""
+    """Node with cores and memory. numa: the numbers of the cores of each NUMA node that actions may
+    use."""
 
     node_id: str
     numa: tuple[tuple[int, ...], ...]
@@ -27,7 +28,7 @@ class Machine:
 
     @property
     def cores(self) -> int:
-        """How many cores actions may use."""
+        """Return how many cores actions may use."""
         return sum(map(len, self.numa))
 
 
@@ -58,12 +59,13 @@ class _Home:
 
 
 class CpuManager(Manager):
-    """Owner of the cores and the memory."""
+    """Owner of the cores and the memory of all nodes."""
 
     dimensions: ClassVar[tuple[str, ...]] = (CPU_CORES, MEMORY_BYTES)
 
     def __init__(self, machines: Sequence[Machine]) -> None:
-        """Raises InvalidPoolError for a node or a core twice, or memory below 0."""
+        """Create the manager. Raises InvalidPoolError for a node or a core twice, or memory below
+        0."""
         self._nodes: dict[str, _Node] = {}
         for index, machine in enumerate(machines):
             if machine.node_id in self._nodes:
@@ -81,7 +83,7 @@ class CpuManager(Manager):
         self._homes: dict[str, _Home] = {}
 
     def home(self, trajectory_id: str) -> str | None:
-        """The node that a trajectory lives on; None before its first action."""
+        """Return the node that a trajectory lives on; None before its first action."""
         home = self._homes.get(trajectory_id)
         return None if home is None else home.node.machine.node_id
 
@@ -171,11 +173,11 @@ class CpuManager(Manager):
 
 
 def pick_cores(free: Cores, count: int) -> Cores:
-    """Return `count` of the free cores, of which there are as many at least.
+    """Return `count` of the free cores, of which there are at least as many.
 
-    All of one NUMA node where one has enough, the fullest that does, so that emptier ones stay for
-    larger actions; else of as few as there can be: the emptiest first, and the last of them again
-    the fullest that has enough.
+    They are all of one NUMA node where one has enough, of the fullest such node, so that emptier
+    ones stay for larger actions; else of as few nodes as possible: the emptiest first, and as the
+    last one again the fullest that has enough.
     """
     left = [set(cores) for cores in free]
     picked: list[frozenset[int]] = [frozenset()] * len(free)

@@ -1,12 +1,13 @@
-"""A scheduling decision: which waiting actions start now, with how many units each, and where
+"""Make a scheduling decision: which waiting actions start now, with how many units each, and where
 (ARL-Tangram §4.2).
 
-A function of the queue, the pools, what runs and what a typical action takes; it changes nothing.
+It is a function of the queue, the pools, the running actions and a typical duration; it changes
+nothing.
 
 Candidates are waiting actions that could all start now, each with its least (Algorithm 1, lines 1
-to 4). Where an action asks several pools and not all have room, it reserves its units in those that
-have. The paper's prefix of the whole queue would hold up every later action; here only those wait
-that ask for what the earlier one waits for.
+to 4). Where an action requires several pools and not all have room, it reserves its units in those
+that have. The paper's prefix of the whole queue would hold up every later action; here only those
+wait that require the units which the earlier one waits for.
 """
 
 from collections import defaultdict
@@ -43,8 +44,8 @@ class Executing(NamedTuple):
 
 
 class Start(NamedTuple):
-    """An action that starts now with `units` of its `Action.sized_dimension` and the least of all
-    others. node_id: the CPU node, chunk: the GPUs, if it asks for them."""
+    """Start of an action now with `units` of its `Action.sized_dimension` and the least of all
+    others. node_id: the CPU node, chunk: the GPUs, if it requires them."""
 
     action: Action
     units: int
@@ -78,9 +79,9 @@ def decide(
 
 @dataclass(frozen=True)
 class Candidates:
-    """By place i in the order of arrival. rows[i]: the row of the queue. assigned[p, i]: the
-    partition in pool p, or WAITS or NOT_ASKED. homes[p, i]: the partition that the action has to
-    use, -1: any. admitted[i]: it waits for no pool."""
+    """Candidates by place i in the order of arrival. rows[i]: the row of the queue. assigned[p, i]:
+    the partition in pool p, or WAITS or NOT_ASKED. homes[p, i]: the partition that the action has
+    to use, -1: any. admitted[i]: it waits for no pool."""
 
     rows: Indexes
     assigned: Indexes
@@ -89,7 +90,8 @@ class Candidates:
 
 
 def select_candidates(queue: ActionQueue, pools: Sequence[Pool]) -> Candidates:
-    """Raises InvalidActionError for an action on a node that is not there."""
+    """Return the candidates among the waiting actions. Raises InvalidActionError for an action on a
+    node that is not there."""
     rows = queue.rows_by_arrival()
     assigned = np.full((len(pools), len(rows)), NOT_ASKED, np.int64)
     homes = np.full((len(pools), len(rows)), -1, np.int64)
@@ -220,7 +222,7 @@ def _starts(
 
 
 def start_alone(action: Action, pools: Sequence[Pool]) -> Start | None:
-    """Start an action with its least while no other waits: what `decide` gives, in a tenth of the
+    """Start an action with its least while no other waits: the same as `decide`, in a tenth of the
     time. None: it has to wait. The action has been checked."""
     node_id: str | None = None
     chunk: Chunk | None = None

@@ -1,7 +1,7 @@
-"""The queue, the decision and the resource managers as one state machine, which the gateway and the
-simulator drive.
+"""Queue, decision and resource managers as one state machine, which the gateway and the simulator
+drive.
 
-The driver submits actions, asks for decisions, and reports ends. Invariants: an action starts once.
+The driver submits actions, requests decisions, and reports ends. Invariants: an action starts once.
 It takes its units from all the managers that own them; if one of these refuses, it takes nothing.
 It gives its units back once. If a trajectory has no node yet, only one of its actions is in the
 queue, and its other actions wait until this one has a node.
@@ -37,10 +37,10 @@ TYPICAL_SHARE = (
 
 
 class Resources:
-    """All managers as one."""
+    """All resource managers as one."""
 
     def __init__(self, managers: Sequence[Manager]) -> None:
-        """Raises InvalidPoolError for a dimension that two managers own."""
+        """Combine the managers. Raises InvalidPoolError for a dimension that two managers own."""
         self._managers = tuple(managers)
         owned = [dimension for manager in managers for dimension in manager.dimensions]
         if len(set(owned)) < len(owned):
@@ -52,7 +52,7 @@ class Resources:
         self._taken: dict[str, tuple[Manager, ...]] = {}
 
     def check(self, action: Action) -> None:
-        """Raise InvalidActionError for an action that could never be given what it asks."""
+        """Raise InvalidActionError for an action whose demand could never be met."""
         for manager in self._managers:
             manager.check(action)
 
@@ -61,7 +61,7 @@ class Resources:
         return action if self._cpu is None else self._cpu.send_home(action)
 
     def needs_placement(self, action: Action) -> bool:
-        """Whether the action, which was sent home, decides the node of its trajectory."""
+        """Return whether the action, which was sent home, decides the node of its trajectory."""
         return (
             self._cpu is not None
             and action.node_id is None
@@ -75,8 +75,8 @@ class Resources:
         return [each for manager in self._managers for each in manager.executing(now_s)]
 
     def take(self, start: Start, now_s: float, expected_s: float) -> Grant:
-        """Raises InvalidHoldingError where the action holds already, or asks for more than is free;
-        it holds nothing then."""
+        """Take the units of a start. Raises InvalidHoldingError where the action holds already, or
+        requires more than is free; it holds nothing then."""
         action_id, trajectory_id = start.action.action_id, start.action.trajectory_id
         if action_id in self._taken:
             raise InvalidHoldingError("start.action.action_id", f"{action_id!r} holds already")
@@ -107,7 +107,8 @@ class Resources:
         )
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """Raises InvalidHoldingError for an action that holds nothing."""
+        """Give back what an ended action holds. Raises InvalidHoldingError for an action that holds
+        nothing."""
         if action_id not in self._taken:
             raise InvalidHoldingError("action_id", f"{action_id!r} holds nothing")
         for manager in self._taken.pop(action_id):
@@ -119,7 +120,7 @@ class Resources:
             manager.forget(trajectory_id)
 
     def next_change_s(self, now_s: float) -> float:
-        """When more becomes free although no action ends; NEVER_S: at no time."""
+        """Return when more becomes free although no action ends; NEVER_S: at no time."""
         return min((manager.next_change_s(now_s) for manager in self._managers), default=NEVER_S)
 
     def usage(self, now_s: float) -> list[Usage]:
@@ -127,7 +128,7 @@ class Resources:
 
 
 class Started(NamedTuple):
-    """An action that starts now. units: of its `sized_dimension`. expected_s: how long it should
+    """Action that starts now. units: of its `sized_dimension`. expected_s: how long it should
     take."""
 
     action: Action
@@ -137,7 +138,8 @@ class Started(NamedTuple):
 
 
 class Dispatcher:
-    """Times are of one clock that never falls."""
+    """Queue of actions with the managers of their resources. Times are of one clock that never
+    falls."""
 
     def __init__(self, resources: Resources, now_s: float) -> None:
         self.resources = resources
@@ -154,16 +156,16 @@ class Dispatcher:
         self._began_s: dict[str, float] = {}
 
     def __len__(self) -> int:
-        """How many actions wait."""
+        """Return how many actions wait."""
         return len(self._queue) + len(self._behind_ids)
 
     @property
     def running(self) -> int:
-        """How many actions have started and not ended."""
+        """Return how many actions have started and not ended."""
         return len(self._began_s)
 
     def waiting_for(self) -> dict[str, int]:
-        """How many waiting actions ask for each dimension."""
+        """Return how many waiting actions require each dimension."""
         asking = (self._queue.least[: len(self._queue)] > 0).sum(axis=0).tolist()
         found = Counter(dict(zip(self._queue.dimensions, asking, strict=True)))
         for behind in self._behind.values():
@@ -171,7 +173,7 @@ class Dispatcher:
         return found
 
     def check(self, action: Action) -> None:
-        """Raise InvalidActionError for a bad figure, or more than there ever is."""
+        """Raise InvalidActionError for a bad figure, or a demand for more than there ever is."""
         check_action(action, self._capacities)
         self.resources.check(action)
 
@@ -195,8 +197,8 @@ class Dispatcher:
             self._behind_ids.add(action.action_id)
 
     def start_at_once(self, action: Action, now_s: float) -> Started | None:
-        """Start a checked action without a choice of units where no action waits and there is room;
-        None: submit it."""
+        """Start a checked action without a choice of units if no action waits and there is room.
+        Returns None where the caller must submit it."""
         if action.scalable or len(self):
             return None
         start = start_alone(self.resources.send_home(action), self.resources.pools(now_s))
@@ -244,12 +246,12 @@ class Dispatcher:
         self.resources.forget(trajectory_id)
 
     def next_change_s(self, now_s: float) -> float:
-        """When to decide again although no action arrived or ended; NEVER_S: not by the clock."""
+        """Return when to decide again although no action arrived or ended; NEVER_S: at no time."""
         return self.resources.next_change_s(now_s) if len(self._queue) else NEVER_S
 
     def _may_start(self, now_s: float) -> bool:
-        """Whether no dimension has less free than every waiting action asks for: else there is
-        nothing to decide."""
+        """Return whether a decision could start an action: no dimension has less free than the
+        least that any waiting action requires of it."""
         free = {each.dimension: each.free for each in self.resources.usage(now_s)}
         least = self._queue.least[: len(self._queue)].min(axis=0)
         return bool((least <= [free[dimension] for dimension in self._queue.dimensions]).all())
@@ -262,8 +264,7 @@ class Dispatcher:
         return Started(start.action, start.units, grant, expected_s)
 
     def _submit_behind(self, action: Action) -> int:
-        """Queue the actions that waited for the node that this one was to decide; returns how
-        many."""
+        """Queue the actions that waited for the node of this one. Returns how many."""
         if self._placing.get(action.trajectory_id) != action.action_id:
             return 0
         del self._placing[action.trajectory_id]

@@ -48,8 +48,8 @@ class GpuManager(Manager):
         gpu_bytes: int,
         services: Sequence[Service] = (),
     ) -> None:
-        """gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; of a node with fewer the
-        numbers of its GPUs.
+        """Create the manager. gpu_bytes: memory of each GPU. node_ids: nodes of 8 GPUs; for a node
+        with fewer, the numbers of its GPUs.
 
         Raises InvalidPoolError for a node or a service twice, a degree that no node has, or one
         that never fits.
@@ -124,7 +124,8 @@ class GpuManager(Manager):
         return grant
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """A service whose action failed is no longer taken to be resident."""
+        """Give the GPUs of an ended action back. A service whose action failed is no longer taken
+        to be resident."""
         grant = self._running.pop(action_id).grant
         chunk, service = grant.chunk, grant.service
         self._free[chunk.node_id] |= frozenset(range(chunk.first, chunk.first + chunk.size))
@@ -134,16 +135,16 @@ class GpuManager(Manager):
             self._use(Resident(service, chunk), now_s)
 
     def forget(self, trajectory_id: str) -> None:
-        """Only actions hold GPUs."""
+        """Do nothing, as only actions hold GPUs."""
 
     def usage(self, now_s: float) -> tuple[Usage, ...]:
         free = sum(map(len, self._free.values()))
         return (Usage(GPUS, self._capacity, self._capacity - free, free),)
 
     def _best_grant(self, size: int, service: Service | None) -> GpuGrant:
-        """Of the runs of `size` in the smallest free chunks that hold one: where the service is
-        resident, else where nothing is to be evicted, else where what is evicted was used least
-        recently; the first of equals."""
+        """Return the best run of `size` GPUs in the smallest free chunks that hold one: where the
+        service is resident, else where nothing is to be evicted, else where the evicted services
+        were used least recently; the first of equals."""
         free = [
             chunk for node_id, gpus in self._free.items() for chunk in free_chunks(node_id, gpus)
         ]
@@ -179,8 +180,8 @@ class GpuManager(Manager):
         )
 
     def _to_evict(self, chunk: Chunk, service: Service) -> tuple[Resident, ...]:
-        """The residents that have to go before `service` fits on `chunk`, least recently used first
-        on each GPU."""
+        """Return the residents that have to go before `service` fits on `chunk`, least recently
+        used first on each GPU."""
         going: dict[Resident, None] = {}
         for gpu in gpus_of(chunk, service):
             there = [resident for resident in self._on.get(gpu, ()) if resident not in going]

@@ -1,5 +1,5 @@
-"""What an action is granted, how it ended, and what every resource manager does (ARL-Tangram §5:
-one interface)."""
+"""Grants of actions, ends of actions, and the interface of all resource managers (ARL-Tangram
+§5)."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -21,18 +21,19 @@ class InvalidHoldingError(CoreError):
 
 
 class End(enum.Enum):
-    """How an action ended for its provider: a tool that fails by itself has been served."""
+    """Way in which an action ended for its provider: a tool that fails by itself has been
+    served."""
 
     SERVED = "served"
     FAILED = "failed"
     REFUSED = "refused"  # too many requests
-    ABANDONED = "abandoned"  # its caller is gone: says nothing of the provider
+    ABANDONED = "abandoned"  # its caller is gone: no sign of the provider's state
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """retry_after_s: seconds for which the provider asked to be left alone; None: it did not
-    say."""
+    """End of an action. retry_after_s: seconds for which the provider requested a pause; None: it
+    gave none."""
 
     end: End = End.SERVED
     retry_after_s: float | None = None
@@ -52,7 +53,7 @@ class CpuGrant:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A model served on `degree` GPUs of one chunk; each degree is a service of its own (§5.3).
+    """Model served on `degree` GPUs of one chunk; each degree is a service of its own (§5.3).
 
     bytes_per_gpu: of each of its GPUs while it is resident, room to execute included.
     """
@@ -72,7 +73,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class GpuGrant:
-    """A chunk, and what is to be done before the action executes: evict, then restore.
+    """Chunk of GPUs, and what is to be done before the action executes: evict, then restore.
 
     restore_bytes: over all GPUs of the service; 0 where it is resident already. evicted: services
     whose GPU memory is to be released. service: None for an action that names none: it loads what
@@ -86,7 +87,7 @@ class GpuGrant:
 
     @property
     def restore(self) -> bool:
-        """Whether the service has to be restored first."""
+        """Return whether the service has to be restored first."""
         return self.restore_bytes > 0
 
 
@@ -101,8 +102,9 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """capacity: units in all. held: by actions or trajectories now. free: units that may be taken
-    now; less than the rest while a provider refuses or its circuit breaker is open."""
+    """Use of one dimension. capacity: units in all. held: by actions or trajectories now. free:
+    units that may be taken now; less than the rest while a provider refuses or its circuit breaker
+    is open."""
 
     dimension: str
     capacity: int
@@ -128,32 +130,32 @@ class Manager(Protocol):
     def dimensions(self) -> tuple[str, ...]: ...
 
     def check(self, action: Action) -> None:
-        """Raise InvalidActionError for an action that could never be given what it asks of this
-        manager."""
+        """Raise InvalidActionError for an action whose demand this manager could never meet."""
 
     def pools(self, now_s: float) -> Sequence[Pool]:
-        """What is free, for a decision. Capacities are the same at all times."""
+        """Return the free resources for a decision. Capacities are the same at all times."""
 
     def executing(self, now_s: float) -> Sequence[Executing]:
-        """Units that running actions will give back, and when."""
+        """Return the units that running actions will give back, and when."""
 
     def take(
         self, start: Start, units: Mapping[str, int], now_s: float, expected_s: float
     ) -> CpuGrant | GpuGrant | None:
-        """Take the units of a start; None: any units will do. units: of this manager's dimensions,
-        one at least.
+        """Take the units of a start; returns None where any units will do. units: of this manager's
+        dimensions, one at least.
 
         Raises InvalidHoldingError where they are not free, and changes nothing then.
         """
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """The action has ended. Raises KeyError for one that holds nothing here."""
+        """Give back the units of an action that has ended. Raises KeyError for one that holds
+        nothing here."""
 
     def forget(self, trajectory_id: str) -> None:
         """Free what the trajectory holds beyond its actions. An unknown trajectory is no error."""
 
     def next_change_s(self, now_s: float) -> float:
-        """When more becomes free although no action ends; NEVER_S: at no time."""
+        """Return when more becomes free although no action ends; NEVER_S: at no time."""
         return NEVER_S
 
     def usage(self, now_s: float) -> Sequence[Usage]: ...

@@ -1,20 +1,17 @@
-"""How many of a group's candidates start now, and with how many units (Algorithm 1 from line 5,
-Algorithm 2).
+"""Choose how many of a group's candidates start now, and with how many units (Algorithm 1 from line
+5, Algorithm 2).
 
 A group is the actions that share one key dimension of one partition. The objective is the sum of
 seconds until done, from now, over the candidates and the actions that wait behind them. Beyond the
 paper, where scalable actions run:
 
 - As many more are expected to arrive while one runs as run now (Little's law), so a unit that is
-  held for a second
-  longer costs each of them its part of all the units. Without it an action that arrives at an empty
-  queue takes all
-  that it can use, and those that arrive next start with what little is left and keep it until they
-  end.
+  held for a second longer costs each of them its part of all the units. Without it an action that
+  arrives at an empty queue takes all that it can use, and those that arrive next start with what
+  little is left and keep it until they end.
 - Where running actions free enough units soon, the first scalable candidate waits for them. No
-  scalable action passes
-  it, and running actions end, so it does not starve; others start meanwhile, as their units come
-  back soon.
+  scalable action passes it, and running actions end, so it does not starve; others start meanwhile,
+  as their units come back soon.
 """
 
 from collections.abc import Callable
@@ -41,9 +38,9 @@ GRAIN = 100
 
 @dataclass(frozen=True)
 class Group:
-    """curves: of all actions in their order; candidates: int64[c], which of them could start now,
-    ascending. ends_s, units: what runs, in any order; running_scalable: how many of it could have
-    had more or fewer units."""
+    """Actions that share one key dimension of one partition. curves: of all actions in their order;
+    candidates: int64[c], which of them could start now, ascending. ends_s, units: what runs, in any
+    order; running_scalable: how many of it could have had more or fewer units."""
 
     curves: Curves
     candidates: Indexes
@@ -53,8 +50,8 @@ class Group:
     running_scalable: int = 0
 
     def choose_starts(self) -> Indexes | None:
-        """int64[s]: the choice of units of each of the first s candidates, which start. None: no
-        scalable candidate starts, as the first of them waits for more units.
+        """Return int64[s], the choice of units of each of the first s candidates, which start.
+        None: no scalable candidate starts, as the first of them waits for more units.
 
         Where no candidate is scalable all start with their least, and nothing is estimated.
         DPArrange does not see the actions that wait for the units which it hands out, so for few
@@ -82,8 +79,8 @@ class Group:
         return best
 
     def objective(self, chosen: Indexes, limit_s: float = np.inf) -> float:
-        """GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these choices,
-        plus what expected actions wait for them.
+        """Return GETAPPROXIMATEDOBJECTIVE where the first len(chosen) candidates start with these
+        choices, plus the waiting time of expected actions.
 
         Infinite where it is not below the limit, or where running actions never free enough for all
         that wait.
@@ -106,12 +103,13 @@ class Group:
 
     @cached_property
     def _expected(self) -> float:
-        """How many actions are expected to arrive while one runs, for each unit."""
+        """Return how many actions are expected to arrive while one runs, for each unit."""
         return self.running_scalable / self._all_units if self.running_scalable else 0.0
 
     @property
     def _price(self) -> float:
-        """Of a unit for a second: what expected and waiting actions would do with it."""
+        """Return the price of a unit for a second: what expected and waiting actions would do with
+        it."""
         return self._expected + len(self.curves.counts) / self._all_units
 
     @property
@@ -119,8 +117,9 @@ class Group:
         return self.share.free + int(self.units.sum())
 
     def _objective_when_waiting(self, mine: Curves, limit_s: float) -> float:
-        """The objective where no scalable candidate starts, and the first of them waits for the
-        units at which its seconds cost least, each dearer by what others wait for its units."""
+        """Return the objective where no scalable candidate starts, and the first of them waits for
+        the units at which its seconds cost least, each at a higher cost for the actions that wait
+        for its units."""
         fixed = self.candidates[mine.counts == 1]
         head = int(self.candidates[np.argmax(mine.counts > 1)])
         count = int(self.curves.counts[head])
@@ -149,8 +148,8 @@ class Group:
 
 
 def best_prefix(objective: Callable[[int, float], float], candidates: int) -> tuple[int, float]:
-    """Return the prefix, 1 to `candidates`, with the least objective, and that; all candidates
-    where none is better.
+    """Return the prefix, 1 to `candidates`, with the least objective, and that objective; all
+    candidates where none is better.
 
     objective(prefix, limit): its value, or anything at or above the limit where it is not below it.
     The paper evicts the last candidate as long as that helps, and so stops at the first bump. Here
@@ -236,8 +235,8 @@ def sum_behind(
     waiting_s: Floats,
     limit_s: float,
 ) -> float:
-    """ESTIMATE of Algorithm 2: seconds until done, summed over waiting actions in their order
-    (appendix A).
+    """Return ESTIMATE of Algorithm 2: seconds until done, summed over waiting actions in their
+    order (appendix A).
 
     ends, units: the completion heap, `size` entries in arrays with room for the waiting actions
     too. The paper's heap has one time for each running action, and a waiting action starts when one
@@ -288,8 +287,8 @@ def sum_until_done(
     depth: int,
     limit_s: float,
 ) -> float:
-    """GETAPPROXIMATEDOBJECTIVE of Algorithm 2: seconds until done, summed over all of a group's
-    actions.
+    """Return GETAPPROXIMATEDOBJECTIVE of Algorithm 2: seconds until done, summed over all of a
+    group's actions.
 
     units, seconds, counts: their `Curves`. The first len(chosen) of `candidates` start now with
     those choices of the `free` units; all others wait in order with their least, but for the first

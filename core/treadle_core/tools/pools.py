@@ -1,9 +1,9 @@
-"""What a decision sees of each kind of resource: which waiting actions fit, and how free units are
+"""Pools of resources as a decision sees them: which waiting actions fit, and how free units are
 arranged.
 
-A pool consists of partitions: an action takes all that it asks of the pool from one of them, and
-each partition is arranged by itself. A flat pool (a quota, concurrency) is one partition, each CPU
-node is one, all GPUs are one.
+A pool consists of partitions: an action takes all that it requires of the pool from one of them,
+and each partition is arranged by itself. A flat pool (a quota, concurrency) is one partition, each
+CPU node is one, all GPUs are one.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,8 +40,7 @@ class InvalidPoolError(CoreError):
 
 
 class Share(NamedTuple):
-    """The free units of one dimension that candidates of a partition share, and how to arrange
-    them."""
+    """Free units of one dimension that candidates of a partition share, and how to arrange them."""
 
     free: int
     arrange: Callable[[Curves], Arrangement]
@@ -55,14 +54,14 @@ class Pool(Protocol):
 
     @property
     def nodes(self) -> tuple[str | None, ...]:
-        """The node of each partition; None: the partition is no node."""
+        """Return the node of each partition; None: the partition is no node."""
 
     def capacities(self) -> Mapping[str, int]:
-        """By dimension, the most that one action can get when nothing runs."""
+        """Return by dimension the most that one action can get when nothing runs."""
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
-        """R.accommodate (Algorithm 1, line 2): int64[n], the partition of each action in order, or
-        WAITS.
+        """Return int64[n], the partition of each action in order, or WAITS: R.accommodate
+        (Algorithm 1, line 2).
 
         needs: int64[n, dimensions], the least units. homes: int64[n], the partition that the action
         has to use, -1: any. No action is assigned in place of an earlier one that waits for the
@@ -70,11 +69,12 @@ class Pool(Protocol):
         """
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
-        """What candidates share of a partition's dimension after `others`, units in order, are
-        served."""
+        """Return the share of a partition's dimension that is left for candidates after `others`,
+        units in order, are served."""
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The GPUs of actions that start with so many; empty for a pool of something else."""
+        """Return the GPUs of actions that start with these units; empty for a pool of another
+        resource."""
         return ()
 
 
@@ -114,7 +114,8 @@ class CpuNodes(Pool):
     def __init__(
         self, node_ids: Iterable[str], capacity: Sequence[Amounts], free: Sequence[Amounts]
     ) -> None:
-        """By node: how many cores and bytes of memory it has, and how many of them are free."""
+        """Create the pool from cores and bytes of memory by node: how many it has, and how many are
+        free."""
         self.nodes = tuple(node_ids)
         self.capacity = np.array(capacity, np.int64).reshape(-1, 2)
         self.free = np.array(free, np.int64).reshape(-1, 2)
@@ -158,7 +159,8 @@ class GpuNodes(Pool):
         )
 
     def chunks(self, units: Indexes) -> Sequence[Chunk | None]:
-        """The smallest free chunk that holds them; of equal chunks the first by node and number."""
+        """Return for each action the smallest free chunk that holds its GPUs; of equal chunks the
+        first by node and number."""
         free = self._free_chunks()
         found: list[Chunk | None] = []
         for asked in units:
@@ -182,12 +184,13 @@ class GpuNodes(Pool):
 
 
 def capacities(pools: Sequence[Pool]) -> dict[str, int]:
-    """By dimension of all pools, the most that one action can get when nothing runs."""
+    """Return by dimension of all pools the most that one action can get when nothing runs."""
     return {dimension: most for pool in pools for dimension, most in pool.capacities().items()}
 
 
 def share_units(free: int) -> Share:
-    """Interchangeable units: by marginal gain where that is exact, by the table elsewhere."""
+    """Return the share of interchangeable units: arranged by marginal gain where that is exact, by
+    the table elsewhere."""
 
     def arrange(curves: Curves) -> Arrangement:
         return marginal_gains(curves, free) if is_convex(*curves) else flat_table(curves, free)
@@ -196,7 +199,7 @@ def share_units(free: int) -> Share:
 
 
 def _counts(chunks: Sequence[Chunk]) -> Indexes:
-    """int64[LEVELS]: how many chunks there are of each size."""
+    """Return int64[LEVELS], how many chunks there are of each size."""
     counts = np.zeros(LEVELS, np.int64)
     for chunk in chunks:
         counts[chunk.size.bit_length() - 1] += 1
@@ -205,7 +208,7 @@ def _counts(chunks: Sequence[Chunk]) -> Indexes:
 
 @compiled
 def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: Indexes) -> Indexes:
-    """int64[n], as `Pool.assign`. free, capacity: int64[partitions, dimensions].
+    """Return int64[n], as `Pool.assign`. free, capacity: int64[partitions, dimensions].
 
     Dimension 0 comes back with each action, the others may be held for longer. An action without a
     home goes where the largest share of the last dimension is free (§5.2: balance of memory). An
@@ -249,8 +252,8 @@ def assign_partitions(needs: Indexes, homes: Indexes, free: Indexes, capacity: I
 
 @compiled
 def assign_chunks(units: Indexes, counts: Indexes) -> Indexes:
-    """int64[n]: 0 for each action that gets its chunk, in order, WAITS from the first that does
-    not. counts: of free chunks by level."""
+    """Return int64[n]: 0 for each action that gets its chunk, in order, WAITS from the first that
+    does not. counts: of free chunks by level."""
     left = counts.copy()
     assigned = np.full(len(units), WAITS, np.int64)
     for i in range(len(units)):

@@ -3,8 +3,8 @@
 
 The paper's Basic manager, for what cannot be scaled up. A provider has two dimensions:
 `api_concurrency:NAME`, requests at a time, one for each action; `api_quota:NAME`, requests in a
-period, where it has quotas. Nothing is sent before the time that the provider asked to wait for,
-nor while its circuit breaker is open.
+period, where it has quotas. Nothing is sent during the pause that the provider requested, nor while
+its circuit breaker is open.
 """
 
 import enum
@@ -31,7 +31,8 @@ def require(good: bool, field: str, wish: str, value: object) -> None:
 
 
 class State(enum.Enum):
-    """Of a circuit breaker: all requests may begin; none, for a cool-down; or one, the probe."""
+    """State of a circuit breaker: all requests may begin; none, for a cool-down; or one, the
+    probe."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -40,8 +41,8 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerRule:
-    """The breaker opens after `failures` in a row, or when `share` of the last `recent` ended
-    requests failed."""
+    """Rule by which the breaker opens: after `failures` in a row, or when `share` of the last
+    `recent` ended requests failed."""
 
     failures: int = 5
     share: float = 0.5
@@ -68,7 +69,7 @@ class Breaker:
     trusted again.
 
     The end of the probe closes the breaker, or opens it for twice as long. Requests that were under
-    way when it opened say nothing any more.
+    way when it opened do not count any more.
     """
 
     def __init__(self, rule: BreakerRule) -> None:
@@ -87,7 +88,7 @@ class Breaker:
         return State.OPEN if now_s < self.open_until_s else State.HALF_OPEN
 
     def admits(self, now_s: float) -> int:
-        """How many requests may begin now."""
+        """Return how many requests may begin now."""
         state = self.state(now_s)
         return (
             UNLIMITED
@@ -130,7 +131,7 @@ class Breaker:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """At most `count` requests in `period_s` seconds. sliding: in every stretch of that length;
+    """Limit of `count` requests in `period_s` seconds. sliding: in every stretch of that length;
     else from each multiple of it. slack_s: how much later than it leaves a request may reach the
     provider, which counts when it arrives."""
 
@@ -154,7 +155,7 @@ class Quota:
 
 
 class Window:
-    """Counts the requests of a quota. Times never fall from call to call.
+    """Counter of the requests of a quota. Times never fall from call to call.
 
     A request counts for every moment in which it may have arrived, so the provider counts no more
     than the quota.
@@ -184,7 +185,7 @@ class Window:
         self._used += units
 
     def next_change_s(self, now_s: float) -> float:
-        """When more is free; NEVER_S: nothing is taken."""
+        """Return when more units become free; NEVER_S: nothing is taken."""
         self._expire(now_s)
         return self._taken[0][0] if self._taken else NEVER_S
 
@@ -194,19 +195,18 @@ class Window:
 
 
 def concurrency_of(provider: str) -> str:
-    """The dimension of a provider's requests at a time."""
+    """Return the name of the dimension of a provider's concurrent requests."""
     return f"api_concurrency:{provider}"
 
 
 def quota_of(provider: str) -> str:
-    """The dimension of a provider's requests in a period."""
+    """Return the name of the dimension of a provider's requests in a period."""
     return f"api_quota:{provider}"
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """What a provider allows. quotas: all of them hold, such as ten a second and a thousand a
-    day."""
+    """Limits of a provider. quotas: all of them hold, such as ten a second and a thousand a day."""
 
     name: str
     concurrency: int = UNLIMITED
@@ -215,10 +215,10 @@ class Provider:
 
 
 class BasicManager(Manager):
-    """The manager of one provider."""
+    """Manager of one provider."""
 
     def __init__(self, provider: Provider) -> None:
-        """Raises InvalidPoolError for a bad figure."""
+        """Create the manager. Raises InvalidPoolError for a bad figure."""
         require(bool(provider.name), "provider.name", "a name", provider.name)
         require(
             provider.concurrency >= 1, "provider.concurrency", "at least 1", provider.concurrency
@@ -239,17 +239,18 @@ class BasicManager(Manager):
         return (self._concurrency, self._quota) if self._windows else (self._concurrency,)
 
     def cost(self, requests: int = 1) -> Mapping[str, Fixed]:
-        """Return what an action that makes one call, which counts as `requests`, asks of this
-        manager."""
+        """Return the cost, at this manager, of an action that makes one call, which counts as
+        `requests`."""
         cost = {self._concurrency: Fixed(1)}
         return {**cost, self._quota: Fixed(requests)} if self._windows else cost
 
     def state(self, now_s: float) -> State:
-        """Of its circuit breaker."""
+        """Return the state of the provider's circuit breaker."""
         return self._breaker.state(now_s)
 
     def rests_s(self, now_s: float) -> float:
-        """Seconds until a request may begin: as the provider asked, or its breaker; 0: now."""
+        """Return the seconds until a request may begin, by the provider's pause or its breaker; 0:
+        now."""
         return max(0.0, max(self._waits_until_s, self._breaker.open_until_s) - now_s)
 
     def check(self, action: Action) -> None:
@@ -278,7 +279,7 @@ class BasicManager(Manager):
         return tuple(pools)
 
     def executing(self, now_s: float) -> list[Executing]:
-        """Concurrency only: a quota comes back by the clock."""
+        """Return the concurrency of running actions only, as a quota comes back by the clock."""
         return [
             Executing(self._concurrency, 1, ends_at_s - now_s)
             for ends_at_s in self._ends_at_s.values()
@@ -294,8 +295,8 @@ class BasicManager(Manager):
             window.take(units[self._quota], now_s)
 
     def give_back(self, action_id: str, ended: Ended, now_s: float) -> None:
-        """A provider that refuses and does not say for how long is left alone for the breaker's
-        first cool-down."""
+        """Give back the units of an ended action. A provider that refuses without a time gets no
+        request for the breaker's first cool-down."""
         del self._ends_at_s[action_id]
         self._breaker.end(action_id, ended.end, now_s)
         wait_s = ended.retry_after_s
@@ -305,7 +306,7 @@ class BasicManager(Manager):
             self._waits_until_s = max(self._waits_until_s, now_s + wait_s)
 
     def forget(self, trajectory_id: str) -> None:
-        """Only actions make requests."""
+        """Do nothing, as only actions make requests."""
 
     def next_change_s(self, now_s: float) -> float:
         windows = (window.next_change_s(now_s) for window in self._windows)

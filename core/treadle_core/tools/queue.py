@@ -1,5 +1,5 @@
-"""The queue of waiting actions as columns of numbers, so that a decision over thousands of them
-touches no object.
+"""Queue of waiting actions as columns of numbers, so that a decision over thousands of them touches
+no object.
 
 Invariant: row r of every column belongs to `actions[r]`. Rows are in no order: a removal moves the
 last row into the gap.
@@ -18,10 +18,10 @@ FIRST_CHOICES = 8
 
 
 class ActionQueue:
-    """Columns by row r: least[r, d], the least units of dimension d, -1 where the action does not
-    ask for it. key[r]: the dimension that decides its group. arrival[r]. units[r, c] and seconds[r,
-    c]: its c-th choice, of counts[r]; seconds are NaN where unknown. A duration is computed once,
-    when the action is added."""
+    """Waiting actions as columns by row r: least[r, d], the least units of dimension d, -1 where
+    the action does not require it. key[r]: the dimension that decides its group. arrival[r].
+    units[r, c] and seconds[r, c]: its c-th choice, of counts[r]; seconds are NaN where unknown. A
+    duration is computed once, when the action is added."""
 
     def __init__(self, dimensions: Iterable[str]) -> None:
         self.dimensions = tuple(dimensions)
@@ -85,8 +85,8 @@ class ActionQueue:
         return action
 
     def rows_by_arrival(self) -> Indexes:
-        """int64[n]: first come, first served (§4.2). No action starves, and all are on their
-        trajectories' critical paths."""
+        """Return int64[n], the rows first come, first served (§4.2). No action starves, and all are
+        on their trajectories' critical paths."""
         return np.argsort(self.arrival[: len(self)], kind="stable")
 
     def curves(self, rows: Indexes, typical_s: float) -> Curves:

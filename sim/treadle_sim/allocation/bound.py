@@ -1,4 +1,4 @@
-"""A lower bound on the makespan of every resource plan, to measure a plan by: any engines, any
+"""Lower bound on the makespan of every resource plan, to measure a plan by: any engines, any
 assignment to them.
 
 `lower_bound` <= the makespan, under the cost model, of every multiset of the given kinds within the
@@ -6,27 +6,19 @@ budget with every
 assignment, contiguous or not, to rounding. It is the larger of two:
 - the costliest trajectory alone on the kind that is best for it (the core's `costliest_alone`);
 - GROUP_SIZE: the optimum itself. Sort the groups of any plan by their longest; give the same sizes
-  in that order to
-  contiguous groups, and no group's longest grows, since what the later groups held was no longer
-  than their longest. So
-  only contiguous groups matter, the kinds in any order, and with the order free the furthest rank
-  covered on g GPUs is
-  one number: reach(g) = max over kinds of far(kind, reach(g - gpus)) (`search` says why it is
-  exact).
+  in that order to contiguous groups, and no group's longest grows, since what the later groups held
+  was no longer than their longest. So only contiguous groups matter, the kinds in any order, and
+  with the order free the furthest rank covered on g GPUs is one number: reach(g) = max over kinds
+  of far(kind, reach(g - gpus)) (`search` explains why it is exact).
 - LINEAR_INTEGRAL: GPUs for the work. Take a group on a kind (a, b, k, r; slots c, KV C) that is
-  done by T. Write w for
-  a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every 0 <= u, x <= 1 the
-  members'
-  w + (1 - x) a v add up to at most T - x a L_max, so each takes at least its part of that of the
-  engine. x may be
-  chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T / a to there, else 0. A member does not know
-  its group's longest,
-  only that it is no shorter than itself: its share is the least over the cases that this leaves.
-  Where each
-  trajectory's share of its best kind, times that kind's GPUs, adds up to more than the budget, T is
-  refuted, whatever
-  p1 <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted
-  with all of them.
+  done by T. Write w for a member's b L + k Q + r P and v for its u L / c + (1 - u) Q / C. For every
+  0 <= u, x <= 1 the members' w + (1 - x) a v add up to at most T - x a L_max, so each takes at
+  least its part of that of the engine. x may be chosen by L_max: 1 from p2 T / a on, 1/2 from p1 T
+  / a to there, else 0. A member does not know its group's longest, only that it is no shorter than
+  itself: its share is the least over the cases that this leaves. Where each trajectory's share of
+  its best kind, times that kind's GPUs, adds up to more than the budget, T is refuted, whatever p1
+  <= p2 and u are for each kind. They are chosen on a sample of the trajectories; T is refuted with
+  all of them.
 """
 
 import numpy as np
@@ -59,8 +51,8 @@ FIRST_PART, LAST_PART, SLOT_WEIGHT = range(3)
 
 
 def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> float:
-    """Seconds; `table.engines` has one row a kind, `gpus` its GPUs. `known_s` is the makespan of
-    some plan."""
+    """Return the lower bound in seconds. `table.engines` has one row a kind, `gpus` its GPUs.
+    `known_s` is the makespan of some plan."""
     bound_s = min(costliest_alone(table), known_s)
     if not 0.0 < bound_s < known_s:
         return bound_s
@@ -94,9 +86,10 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
 
 @compiled
 def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float) -> float:
-    """Seconds below which no contiguous groups are done with the kinds in any order, to SLACK.
+    """Return the seconds below which no contiguous groups finish with the kinds in any order, to
+    SLACK.
 
-    Within `high` some are, below `low` none.
+    Within `high` some do, below `low` none.
     """
     n = len(table.lengths)
     reach = np.zeros(budget + 1, np.int64)
@@ -130,8 +123,8 @@ def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float
 def share(
     kind: Floats, choice: Floats, length: float, kv_work: float, prefill: float, limit_s: float
 ) -> float:
-    """The least part of an engine of this kind that a trajectory takes if its group is done by the
-    limit, > 0; inf where it cannot be. `choice` is (p1, p2, u)."""
+    """Return the least part of an engine of this kind that a trajectory takes if its group is done
+    by the limit, > 0; inf where no engine can. `choice` is (p1, p2, u)."""
     base_s, slots, capacity = kind[0], kind[3], kind[4]
     own_s = kind[1] * length + kind[2] * kv_work + kind[5] * prefill
     longest_s = base_s * length  # of the group, at least
@@ -154,8 +147,8 @@ def share(
 def needs_more(
     kinds: Floats, gpus: Indexes, work: Floats, limit_s: float, chosen: Floats, budget: float
 ) -> bool:
-    """Whether the trajectories' shares, each of the kind that is best for it, take more GPUs than
-    the budget.
+    """Return whether the trajectories' shares, each of the kind that is best for it, take more GPUs
+    than the budget.
 
     `work` has a row (length, KV work, prefill) a trajectory, `chosen` a row (p1, p2, u) a kind.
     """
@@ -175,8 +168,8 @@ def needs_more(
 def needed(
     kind: Floats, gpus: int, choice: Floats, others: Floats, work: Floats, limit_s: float
 ) -> float:
-    """GPUs that the trajectories take where the best of the other kinds takes others[i] GPUs for
-    trajectory i."""
+    """Return the GPUs that the trajectories take where the best of the other kinds takes others[i]
+    GPUs for trajectory i."""
     total = 0.0
     for at in range(len(work)):
         total += min(
@@ -245,10 +238,10 @@ def refute(
     high: float,
     guess: float,
 ) -> float:
-    """The largest time found, from `low` up, within which the trajectories need more GPUs than the
-    budget.
+    """Return the largest time found, from `low` up, within which the trajectories need more GPUs
+    than the budget.
 
-    Looked for from `guess` outwards: gallop, then bisect.
+    Searches from `guess` outwards: gallop, then bisect.
     """
     limit = guess
     width = PRECISION

@@ -1,4 +1,4 @@
-"""Plans which engines to run on a budget of GPUs: Heddle's resource manager (§6), solved exactly.
+"""Plan which engines to run on a budget of GPUs: Heddle's resource manager (§6), solved exactly.
 
 `allocate` finds the least makespan under a cost model, over every multiset of engine kinds within
 the budget and every contiguous partition of the trajectories, longest first, over them (`search`:
@@ -56,8 +56,8 @@ class NoKindFitsError(CoreError):
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine that could be started: the model on `gpus` GPUs, a degree that occurs once among
-    the kinds.
+    """Kind of engine that could be started: the model on `gpus` GPUs, a degree that occurs once
+    among the kinds.
 
     slot_limit: sequences that decode at once. kv_tokens_capacity: KV tokens that fit beside the
     weights; None: unknown, taken as enough; 0: the weights do not fit.
@@ -69,13 +69,13 @@ class EngineKind:
     decode_curve: DecodeCurve
 
     def holds(self, kv_tokens: float) -> bool:
-        """Whether the weights fit and, beside them, that much KV."""
+        """Return whether the weights fit and, beside them, that much KV."""
         return self.kv_tokens_capacity is None or 0 < self.kv_tokens_capacity >= kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEngine:
-    """One engine of a plan: its GPUs, how many of the trajectories it runs, the seconds it
+    """One engine of a plan: its GPUs, how many trajectories it runs, and the seconds that it
     needs."""
 
     gpus: int
@@ -85,7 +85,7 @@ class PlannedEngine:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The engines to run, fastest first. `optimal`: proven to have the least makespan of its cost
+    """Engines to run, fastest first. `optimal`: proven to have the least makespan of its cost
     (`allocate`).
 
     lower_bound_s: no engines within the budget and no assignment take less under the cost model.
@@ -101,18 +101,18 @@ class Allocation:
 
     @property
     def gap(self) -> float:
-        """The share by which the makespan exceeds the lower bound; 0 where both are 0."""
+        """Return the share by which the makespan exceeds the lower bound; 0 where both are 0."""
         return self.makespan_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0.0 else 0.0
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """GPUs of each engine, in the order of the engines."""
+        """Return the GPUs of each engine, in the order of the engines."""
         return tuple(engine.gpus for engine in self.engines)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A workload and the kinds that can run it: `costs` has one row a kind, `gpus` its GPUs by
+    """Workload and the kinds that can run it: `costs` has one row a kind, `gpus` its GPUs by
     row."""
 
     costs: Costs
@@ -121,8 +121,8 @@ class Problem:
     left_out: tuple[int, ...]
 
     def engines(self, counts: Indexes) -> Costs:
-        """The same workload on counts[row] engines of each kind; engine_order gives each engine's
-        row."""
+        """Return the same workload on counts[row] engines of each kind; engine_order gives each
+        engine's row."""
         row_of_engine = np.repeat(np.arange(len(self.gpus)), counts)
         table = self.costs.table
         rows = np.ascontiguousarray(table.engines[row_of_engine])
@@ -130,8 +130,8 @@ class Problem:
         return Costs(table, self.costs.order, row_of_engine)
 
     def makespan_s(self, counts: Indexes) -> float:
-        """Seconds of the best contiguous partition over counts[row] engines of each kind, fastest
-        first (sorted)."""
+        """Return the seconds of the best contiguous partition over counts[row] engines of each
+        kind, fastest first (sorted)."""
         return partition(self.engines(counts), fill_budget=0)[1]
 
 
@@ -142,7 +142,7 @@ def allocate(
     kinds: Sequence[EngineKind],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
 ) -> Allocation:
-    """The exact plan for a budget of `gpus`.
+    """Return the exact plan for a budget of `gpus`.
 
     lengths and contexts: predicted remaining and present tokens of each trajectory, at least one;
     contexts are prefilled, since the engines are new. model: one of PLANNED_MODELS. Raises
@@ -158,8 +158,8 @@ def allocate(
 def choose_degrees(
     work: paths.Work, medians: paths.Work, gpus: int, kinds: Sequence[EngineKind]
 ) -> tuple[int, ...]:
-    """GPUs of each engine, fastest first: of one degree, or of two that share the budget by
-    quarters, whichever the core places `work` on with the least mean makespan; of equal ones the
+    """Return the GPUs of each engine, fastest first: of one degree, or of two that share the budget
+    by quarters, whichever the core places `work` on with the least mean makespan; of equal ones the
     first in the order of `kinds`. A single engine, which no later plan can relieve, must be
     HANDICAP better, a mixture MIXED_HANDICAP.
 
@@ -196,8 +196,8 @@ def homogeneous(
     kinds: Sequence[EngineKind],
     model: CostModel = CostModel.LINEAR_INTEGRAL,
 ) -> Allocation:
-    """The best plan with engines of one degree, as many as the budget pays: the lower degree where
-    two are equal.
+    """Return the best plan with engines of one degree, as many as the budget pays: the lower degree
+    where two are equal.
 
     `optimal` is False: only one degree was tried at a time. Raises what `allocate` does.
     """
@@ -226,8 +226,8 @@ def prepare(
 def _fit_kinds(
     needed: float, gpus: int, kinds: Sequence[EngineKind]
 ) -> tuple[list[EngineKind], tuple[int, ...]]:
-    """Those that hold a context of so many tokens within the budget, and the degrees of the
-    others."""
+    """Return the kinds that hold a context of `needed` tokens within the budget, and the degrees of
+    the others."""
     fitting = [kind for kind in kinds if kind.gpus <= gpus and kind.holds(needed)]
     left_out = tuple(sorted(kind.gpus for kind in kinds if kind not in fitting))
     if not fitting:
@@ -246,14 +246,14 @@ def _fit_kinds(
 
 
 def _engine_of(kind: EngineKind) -> PlanEngine:
-    """As the cost models see it, to which a capacity of 0 is unknown."""
+    """Return the engine as the cost models see it, to which a capacity of 0 is unknown."""
     return PlanEngine(
         f"x{kind.gpus}", kind.slot_limit, kind.kv_tokens_capacity or 0, kind.gpus, kind.decode_curve
     )
 
 
 def reachable_sums(degrees: Sequence[int], gpus: int) -> npt.NDArray[np.bool_]:
-    """By number of GPUs, 0 to `gpus`: whether engines of these degrees add up to it."""
+    """Return by number of GPUs, 0 to `gpus`, whether engines of these degrees add up to it."""
     reachable = np.zeros(gpus + 1, np.bool_)
     reachable[0] = True
     for degree in degrees:
@@ -263,7 +263,7 @@ def reachable_sums(degrees: Sequence[int], gpus: int) -> npt.NDArray[np.bool_]:
 
 
 def lay_out(problem: Problem, counts: Indexes, *, optimal: bool) -> Allocation:
-    """The plan with counts[row] engines of each kind: the exact and balanced partition over
+    """Return the plan with counts[row] engines of each kind: the exact and balanced partition over
     them."""
     costs = problem.engines(counts)
     bounds, makespan_s = partition(costs)
@@ -291,8 +291,8 @@ def spend_rest(problem: Problem, counts: Indexes, left: int) -> None:
 
 
 def _mixtures(degrees: Indexes, gpus: int) -> list[Indexes]:
-    """Counts for one degree, and for two that share the budget by quarters; only those that use all
-    of it."""
+    """Return the counts of engines for one degree, and for two that share the budget by quarters;
+    only those that use all of it."""
     found = []
     rows = range(len(degrees))
     for first, second, quarters in itertools.product(rows, rows, (4, 3, 2, 1)):

@@ -1,5 +1,5 @@
-"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and what
-each runs.
+"""Compiled search for the exact resource plan: which engines to run on a budget of GPUs, and which
+trajectories each runs.
 
 Over all multisets of engine kinds whose GPUs add up to at most the budget, and all partitions of
 the trajectories, longest first, into one contiguous group an engine (fastest kind first), it finds
@@ -44,9 +44,9 @@ REFINE_EXTENSIONS = 100_000
 
 
 class Task(NamedTuple):
-    """The table and the GPUs of each kind, and what a probe leaves: reach by GPUs; took[kind, g],
-    whether reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end rank).
-    """
+    """Input and results of a probe: the table and the GPUs of each kind; reach by GPUs; took[kind,
+    g], whether reach(kind, g) ends in an engine of that kind; engines as (kind, first rank, end
+    rank)."""
 
     table: Table
     gpus: Indexes
@@ -57,8 +57,8 @@ class Task(NamedTuple):
 
 @compiled
 def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -> int:
-    """The largest rank up to which an engine of this kind runs [at, rank) within the limit; `at`
-    where nothing fits.
+    """Return the largest rank up to which an engine of this kind runs [at, rank) within the limit;
+    `at` where nothing fits.
 
     Searches from `at + hint` outwards: gallop, then bisect.
     """
@@ -81,8 +81,8 @@ def far(table: Table, kind: int, at: int, end: int, hint: int, limit_s: float) -
 
 @compiled
 def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[int, int, float, int]:
-    """The least GPUs on which the segment is covered within the limit; budget + 1 where that many
-    are not enough.
+    """Return the least GPUs on which the segment is covered within the limit; budget + 1 where that
+    many are not enough.
 
     `segment` is (first rank, end rank, first kind, last kind). Returns with the GPUs the kind that
     completed the cover, the least cost above the limit that one more rank would have given a group,
@@ -123,7 +123,7 @@ def cover(task: Task, segment: Indexes, budget: int, limit_s: float) -> tuple[in
 def place_engines(
     task: Task, segment: Indexes, least: int, completed: int, limit_s: float, count: int
 ) -> tuple[int, float]:
-    """Append the engines of a cover to the `count` there are; returns their number and the largest
+    """Append the engines of a cover to the first `count`; return their number and the largest
     cost."""
     table, gpus, _, took, engines = task
     begin = count
@@ -175,8 +175,8 @@ def probe(
 
 @compiled
 def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[float, int, int]:
-    """Least largest cost of the segments on the budget, with `known_s` known to be enough; lays the
-    engines out.
+    """Find the least largest cost of the segments on the budget, where `known_s` is enough, and lay
+    the engines out.
 
     Returns the cost, the number of engines and the extensions tried.
     """
@@ -205,8 +205,8 @@ def bisect(task: Task, segments: Indexes, budget: int, known_s: float) -> tuple[
 
 @compiled
 def search(table: Table, gpus: Indexes, budget: int, counts: Indexes) -> tuple[float, int]:
-    """Write how many engines of each kind to run into `counts`; returns the makespan and the GPUs
-    they take.
+    """Write how many engines of each kind to run into `counts`; return the makespan and the number
+    of their GPUs.
 
     `table.engines` has one row a kind, `gpus` its GPUs; each kind fits the budget. At least one
     trajectory.

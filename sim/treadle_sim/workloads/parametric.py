@@ -56,7 +56,8 @@ class UnknownWorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """`sigma` is of the natural log; values above `limit` are cut to it."""
+    """Log-normal distribution. `sigma` is of the natural log; values above `limit` are cut to
+    it."""
 
     median: float
     sigma: float
@@ -64,7 +65,7 @@ class LogNormal:
 
     @classmethod
     def with_mean(cls, mean: float, sigma: float, limit: float) -> Self:
-        """The distribution whose mean, before values are cut, is `mean`."""
+        """Return the distribution whose mean, before values are cut, is `mean`."""
         return cls(mean * math.exp(-0.5 * sigma * sigma), sigma, limit)
 
     def draw(self, rng: np.random.Generator, count: int) -> Floats:
@@ -73,8 +74,8 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One kind of agent. tokens: of a trajectory. tool_mean_s: of one call, by model (Heddle Table
-    1)."""
+    """Parameters of one kind of agent. tokens: of a trajectory. tool_mean_s: of one call, by model
+    (Heddle Table 1)."""
 
     tokens_median: float
     tokens_sigma: float
@@ -89,7 +90,8 @@ class Parameters:
     tool_limit_s: float
 
     def tool_s(self, llm: str) -> LogNormal:
-        """Seconds of a tool call. Raises UnknownWorkloadError for a model without parameters."""
+        """Return the distribution of the seconds of a tool call. Raises UnknownWorkloadError for a
+        model without parameters."""
         if llm not in self.tool_mean_s:
             raise UnknownWorkloadError(
                 f"no tool times for model {llm!r}, only for {', '.join(self.tool_mean_s)}"
@@ -165,10 +167,10 @@ def make(
     max_gen_tokens: int = MAX_GEN_TOKENS,
     max_context_tokens: int = MAX_CONTEXT_TOKENS,
 ) -> Workload:
-    """`prompts` x `samples` trajectories of a named kind, prompt by prompt. A cap of 0 is none.
+    """Return `prompts` x `samples` trajectories of a named kind, prompt by prompt.
 
-    Trajectories that a cap cuts are censored. Raises UnknownWorkloadError, and ValueError for
-    counts below 1.
+    A cap of 0 is none. Trajectories that a cap cuts are censored. Raises UnknownWorkloadError, and
+    ValueError for counts below 1.
     """
     if name not in WORKLOADS:
         raise UnknownWorkloadError(f"no workload {name!r}, only {', '.join(WORKLOADS)}")
@@ -190,7 +192,7 @@ def draw(
     max_gen_tokens: float,
     max_context_tokens: int,
 ) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of `make`, from other parameters than those of WORKLOADS."""
+    """Return the trajectories of `make`, from other parameters than those of WORKLOADS."""
     check_counts(prompts=prompts, samples=samples)
     stream = zlib.crc32(name.encode())
     of_prompts = np.random.default_rng([stream, seed])
@@ -258,8 +260,8 @@ def check_counts(**counts: int) -> None:
 
 
 def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:
-    """`tokens` of each trajectory over its `steps` (1 <= steps <= tokens) in proportion to
-    `weights`, which lie one after another; at least 1 a step, and whole."""
+    """Split the `tokens` of each trajectory over its `steps` (1 <= steps <= tokens) in proportion
+    to `weights`, which lie one after another; at least 1 a step, and whole."""
     firsts = np.cumsum(steps) - steps
     running = np.cumsum(weights)
     before = np.repeat(running[firsts] - weights[firsts], steps)
@@ -274,8 +276,8 @@ def split(tokens: Ints, steps: Ints, weights: Floats) -> Ints:
 def _within_context(
     prompt_tokens: Ints, steps: Ints, gen: Ints, obs: Ints, most: int
 ) -> tuple[Ints, Ints]:
-    """How many steps of each trajectory begin within the context limit, and the steps' tokens cut
-    to it."""
+    """Return how many steps of each trajectory begin within the context limit, and the steps'
+    tokens cut to it."""
     if not most:
         return steps, gen
     firsts = np.cumsum(steps) - steps

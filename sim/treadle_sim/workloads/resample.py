@@ -1,28 +1,23 @@
-"""Resamples traces into a batch of prompt groups: any number of prompts, each with the same number
+"""Resample traces into a batch of prompt groups: any number of prompts, each with the same number
 of samples.
 
 A batch depends on traces, sizes and seed alone. A censored trajectory never counts as short: it
 goes on where it was cut, as a longer one did. No trajectory exceeds the caps.
 
 - Prompts are drawn without replacement, and again from the start where the traces hold too few; a
-  prompt's second
-  appearance is a prompt of its own.
+  prompt's second appearance is a prompt of its own.
 - A prompt with repeats (at least LEAST_REPEATS trajectories): each sample is one of them, drawn
   with replacement.
 - A prompt with a single trajectory of length L: L is a noisy sign of the prompt's typical length.
-  ln of a sample's is
-  m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and sigma those of all
-  traces, continued
-  where cut: the spread over all stays as it is, and w of its variance is among samples of a prompt.
-  Steps grow with
-  tokens by STEPS_ELASTICITY; further steps are drawn with replacement from the trajectory's own.
+  ln of a sample's is m + sqrt(1 - w) (ln L - m) + sqrt(w) sigma z, w = WITHIN_PROMPT, with m and
+  sigma those of all traces, continued where cut: the spread over all stays as it is, and w of its
+  variance is among samples of a prompt. Steps grow with tokens by STEPS_ELASTICITY; further steps
+  are drawn with replacement from the trajectory's own.
 - A censored trajectory (cut after c tokens) goes on as one drawn evenly among those of its prompt
-  that are longer than
-  c, else among all that are; if that one is censored too, the drawing repeats beyond its own end.
-  This is Kaplan and
-  Meier's estimate: the mass of a cut observation goes to what lies to its right (Efron 1967). If no
-  trajectory is
-  longer, it stays as it is, and stays censored.
+  that are longer than c, else among all that are; if that one is censored too, the drawing repeats
+  beyond its own end. This is Kaplan and Meier's estimate: the mass of a cut observation goes to
+  what lies to its right (Efron 1967). If no trajectory is longer, it stays as it is, and stays
+  censored.
 """
 
 import bisect
@@ -52,10 +47,11 @@ def resample(
     max_context_tokens: int = 0,
     name: str = "traces",
 ) -> Workload:
-    """`prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled again.
+    """Return `prompts` groups of `samples` from traces; another `epoch` is the same prompts sampled
+    again.
 
-    Caps are of a trajectory, on what it generates and on its whole context; 0 is none. What they
-    cut is censored. Raises ValueError for no traces and counts below 1.
+    Caps are of a trajectory, on its generated tokens and on its whole context; 0 is none.
+    Trajectories that they cut are censored. Raises ValueError for no traces and counts below 1.
     """
     if not works:
         raise ValueError("works must hold at least one trajectory")
@@ -98,7 +94,8 @@ class Donors:
         self._tokens = [work.gen_tokens for work in self._sorted]
 
     def draw(self, tokens: int, rng: np.random.Generator) -> TrajectoryWork | None:
-        """One that generated more than `tokens`, each equally likely; None if there is none."""
+        """Return a trajectory that generated more than `tokens`, each equally likely; None if there
+        is none."""
         first = bisect.bisect_right(self._tokens, tokens)
         count = len(self._sorted) - first
         return self._sorted[first + int(rng.integers(count))] if count else None
@@ -107,7 +104,7 @@ class Donors:
 def continue_cut(
     work: TrajectoryWork, of_prompt: Donors, of_all: Donors, rng: np.random.Generator
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps of a trajectory, continued where it was cut; and whether it is still cut."""
+    """Return the steps of a trajectory, continued where it was cut, and whether it is still cut."""
     steps, censored = work.steps, work.censored
     tokens = work.gen_tokens
     while censored:
@@ -123,8 +120,8 @@ def continue_cut(
 def apply_caps(
     steps: tuple[Step, ...], prompt_tokens: int, max_gen_tokens: int, max_context_tokens: int
 ) -> tuple[tuple[Step, ...], bool]:
-    """The steps within the caps (0: none), and whether any token was cut off. One token is always
-    left."""
+    """Return the steps within the caps (0: none), and whether any token was cut off. One token is
+    always left."""
     gen_room = max_gen_tokens or math.inf
     context_room = (max_context_tokens or math.inf) - prompt_tokens
     for at, step in enumerate(steps):
@@ -141,7 +138,8 @@ def apply_caps(
 
 
 class Spread:
-    """Makes further samples of a prompt of which there is only one, as the module says."""
+    """Maker of further samples of a prompt of which there is only one, by the rule in the module's
+    docstring."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         logs = np.log(tokens)
@@ -149,7 +147,7 @@ class Spread:
         self._within_sigma = math.sqrt(WITHIN_PROMPT) * float(logs.std())
 
     def another(self, steps: tuple[Step, ...], rng: np.random.Generator) -> tuple[Step, ...]:
-        """Another sample of the prompt of which `steps` is one."""
+        """Return another sample of the prompt of which `steps` is one."""
         tokens = sum(step.gen_tokens for step in steps)
         log_tokens = self._mean + math.sqrt(1.0 - WITHIN_PROMPT) * (math.log(tokens) - self._mean)
         log_tokens += self._within_sigma * float(rng.standard_normal())
@@ -168,8 +166,8 @@ class Spread:
 
 
 def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
-    """The steps of `work` after its first `tokens` tokens; the step in which those end counts with
-    its rest."""
+    """Return the steps of `work` after its first `tokens` tokens, with the rest of the step in
+    which those end."""
     beyond: list[Step] = []
     done = 0
     for step in work.steps:
@@ -180,7 +178,7 @@ def _steps_beyond(work: TrajectoryWork, tokens: int) -> list[Step]:
 
 
 def _prompt_order(rng: np.random.Generator, available: int, wanted: int) -> list[tuple[int, int]]:
-    """`wanted` pairs of how often the prompt came before, and which prompt."""
+    """Return `wanted` pairs of how often the prompt came before, and which prompt."""
     rounds = range(-(-wanted // available))
     return [(appearance, int(at)) for appearance in rounds for at in rng.permutation(available)][
         :wanted

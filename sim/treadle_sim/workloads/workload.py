@@ -1,5 +1,5 @@
-"""The work of a rollout: trajectories as sequences of steps; and trace files, which hold them as
-JSON Lines.
+"""Work of a rollout: trajectories as sequences of steps, and trace files, which hold them as JSON
+Lines.
 
 Lengths are facts of the workload: a policy never changes them, and sees them only through a
 predictor.
@@ -7,7 +7,8 @@ predictor.
 A trace file holds one trajectory a line, and is compressed with gzip if its name ends in .gz
 (docs/traces.md). `read_traces` returns what `write_traces` wrote. A file is read as a whole or not
 at all, and an error names the line and field. Fields that are not in the format (a model's name, a
-date) are ignored. The annotations say what a file may hold; works that code makes are not checked.
+date) are ignored. The annotations check the content of a file; works that code makes are not
+checked.
 """
 
 import gzip
@@ -29,8 +30,8 @@ FiniteNumber = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 def describe_first(error: ValidationError) -> tuple[str, str]:
-    """The path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with its
-    value."""
+    """Return the path of the first wrong field, as in `steps[2].obs_tokens`, and what is wrong with
+    its value."""
     problem = error.errors(include_url=False)[0]
     path = "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]
@@ -48,8 +49,8 @@ def describe_first(error: ValidationError) -> tuple[str, str]:
 
 
 def _check_text(value: object) -> str:
-    """A text as it is: unlike pydantic's own check, this one lets the lone surrogates of a tool's
-    output pass."""
+    """Return a text as it is: unlike pydantic's own check, this one lets the lone surrogates of a
+    tool's output pass."""
     if not isinstance(value, str):
         raise ValueError("must be a text")
     return value
@@ -60,8 +61,8 @@ Text = Annotated[str, PlainValidator(_check_text)]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One turn: tokens generated, tokens that the tool's answer adds to the context, seconds the
-    tool takes.
+    """One turn: tokens generated, tokens that the tool's answer adds to the context, seconds of the
+    tool.
 
     The last step's tool runs too (it ends the trajectory), but nothing reads its tokens. Texts are
     for training predictors; empty where they are not known.
@@ -79,8 +80,8 @@ class TrajectoryWork:
     """One sample of a prompt. censored: cut by a limit, so that it would have been at least this
     long.
 
-    hardware_tags: that its engines must carry; none: any engine will do. prompt: its text, empty if
-    it is not known.
+    hardware_tags: tags that its engines must carry; none: any engine will do. prompt: its text,
+    empty if it is not known.
     """
 
     prompt_id: Name
@@ -105,14 +106,14 @@ class TrajectoryWork:
 
     @property
     def final_context_tokens(self) -> int:
-        """Tokens of the context at the end, the last tool's answer included."""
+        """Return the tokens of the context at the end, the last tool's answer included."""
         return self.prompt_tokens + sum(step.gen_tokens + step.obs_tokens for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A batch whose makespan counts. max_total_tokens: most generated tokens of one trajectory, 0
-    for no cap."""
+    """Batch of trajectories whose makespan counts. max_total_tokens: most generated tokens of one
+    trajectory, 0 for no cap."""
 
     name: str
     trajectories: tuple[TrajectoryWork, ...]
@@ -124,7 +125,7 @@ class Workload:
 
 
 def groups(works: Sequence[TrajectoryWork]) -> dict[str, list[TrajectoryWork]]:
-    """The samples of each prompt, in the order of the workload."""
+    """Return the samples of each prompt, in the order of the workload."""
     by_prompt: dict[str, list[TrajectoryWork]] = {}
     for work in works:
         by_prompt.setdefault(work.prompt_id, []).append(work)
@@ -132,8 +133,8 @@ def groups(works: Sequence[TrajectoryWork]) -> dict[str, list[TrajectoryWork]]:
 
 
 class TraceFileError(ValueError):
-    """A line that is no trajectory. `line` counts from 1, 0 for the file as a whole; `field` is its
-    path in the line.
+    """Error for a line that is no trajectory. `line` counts from 1, 0 for the file as a whole;
+    `field` is its path in the line.
 
     `reason` is the message without the file's name.
     """
@@ -150,7 +151,7 @@ _LINE = TypeAdapter(TrajectoryWork)
 
 
 def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
-    """The trajectories of a file in its order, without blank lines.
+    """Return the trajectories of a file in its order, without blank lines.
 
     Raises TraceFileError (also for a file without trajectories, or with a sample of a prompt twice)
     and OSError.
