@@ -65,12 +65,10 @@ class History:
     __slots__ = ("_numbers", "decisions")
 
     def __init__(self) -> None:
-        self.decisions: deque[tuple[Any, ...]] = deque(
-            maxlen=MOST_DECISIONS
-        )  # fields of Decision, `values` flat
-        self._numbers = array(
-            "d"
-        )  # of each step in order: its turn, context, output (0 until it ends), and tool
+        # fields of Decision, `values` flat
+        self.decisions: deque[tuple[Any, ...]] = deque(maxlen=MOST_DECISIONS)
+        # of each step in order: its turn, context, output (0 until it ends), and tool
+        self._numbers = array("d")
 
     @property
     def steps(self) -> list[Step]:

@@ -90,6 +90,5 @@ class Ledger:
         return total_s
 
 
-LEDGER_PARTS = tuple(
-    part.name for part in fields(Ledger)
-)  # in the order in which a step goes through them
+# in the order in which a step goes through them
+LEDGER_PARTS = tuple(part.name for part in fields(Ledger))

@@ -33,15 +33,8 @@ from treadle_learned.reading import Bounds
 from treadle_learned.transcript import Transcript, replace_file
 
 ABOUT, HEAD, POINTER = "predictor.json", "head.safetensors", "current"
-DESCRIBED = (
-    "version",
-    "backbone",
-    "fingerprint",
-    "reads_text",
-    "hidden_size",
-    "bounds",
-    "notes",
-)  # as in a Checkpoint
+# as in a Checkpoint
+DESCRIBED = ("version", "backbone", "fingerprint", "reads_text", "hidden_size", "bounds", "notes")
 
 
 class _Tuned(BaseModel):

@@ -24,9 +24,8 @@ from treadle_learned.moments import Moment, replay_apart
 from treadle_learned.reading import Bounds, Ids, windows
 from treadle_learned.transcript import Transcript
 
-Track = Callable[
-    [Iterable[int], int], Iterable[int]
-]  # a progress bar: what to go over, and how many
+# a progress bar: what to go over, and how many
+Track = Callable[[Iterable[int], int], Iterable[int]]
 Bar = Callable[[str], Track]  # a progress bar by its words
 
 # of the prompts in a fold: it stops the training, calibrates, and chooses between estimators
@@ -222,9 +221,8 @@ class States:
         self._transcripts = transcripts
         self._bounds = bounds
         self._states: dict[int, dict[int, Tensor]] = {}  # by transcript and turn
-        self._read: dict[
-            tuple[Ids, tuple[int, ...]], Tensor
-        ] = {}  # samples with no text but the prompt are alike
+        # samples with no text but the prompt are alike
+        self._read: dict[tuple[Ids, tuple[int, ...]], Tensor] = {}
 
     def examples(self, moments: Sequence[Moment], track: Track = lambda over, _: over) -> Examples:
         """Return moments as examples with their states; zeros where a transcript has no text."""

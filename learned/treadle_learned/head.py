@@ -41,13 +41,8 @@ SAID = [FEATURES.index(f"forecast_tokens_p{level}") for level in (10, 50, 90)]  
 WIDTH = 64
 DROPOUT = 0.2
 TURN = FEATURES.index("turn")
-BANDS = (
-    0,
-    1,
-    2,
-    3,
-    6,
-)  # steps from which on calibration differs: errors shrink with what is known, and grow late
+# steps from which on calibration differs: errors shrink with what is known, and grow late
+BANDS = (0, 1, 2, 3, 6)
 BAND_PROMPTS = 10  # of a band that count as much as all bands together
 WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the head that are tried
 ROWS = 4_096  # questions at once: each member has a copy of the states

@@ -66,9 +66,8 @@ class Reader:
 
     def __init__(self, bounds: Bounds, prompt: Ids) -> None:
         self._bounds = bounds
-        self._head = shorten(prompt, bounds.prompt_tokens) or (
-            0,
-        )  # something must be read before the first step
+        # something must be read before the first step
+        self._head = shorten(prompt, bounds.prompt_tokens) or (0,)
         self._has_plan = False
         self.ids: Ids = self._head
         self.next_ids: Ids = ()

@@ -276,9 +276,8 @@ class SpeculativeBatch(DecodeBatch):
 
     def leave(self, step: EngineStep) -> None:
         super().leave(step)
-        step.done = min(
-            step.done, step.gen_tokens - 1
-        )  # the last token comes with the end of its decode step
+        # the last token comes with the end of its decode step
+        step.done = min(step.done, step.gen_tokens - 1)
         self._forget(step)
 
     def pop_ended(self) -> EngineStep | None:

@@ -158,9 +158,8 @@ class SimEngine:
         self._evict_all()
         for step in list(self._batch.steps.values()):
             self._stop(step, cached=False)
-            self._queue.report_progress(
-                step.step_id, 0
-            )  # it is prefilled again, and cannot be evicted before
+            # it is prefilled again, and cannot be evicted before
+            self._queue.report_progress(step.step_id, 0)
             self._pending.append(step)
         self._book_prefill()
         for step in self._prefilling:
@@ -352,9 +351,8 @@ class SimEngine:
             del self._steps[step.step_id]
             self._queue.remove(step.step_id)
             step.book("decode", self._timeline.now)
-            self.cache.stop(
-                step, step.reserved_tokens - 1
-            )  # the last token was sampled and never read
+            # the last token was sampled and never read
+            self.cache.stop(step, step.reserved_tokens - 1)
             self._listener.step_finished(step)
 
     def _advance(self) -> None:

@@ -182,9 +182,8 @@ def fit_prefill(points: Sequence[PrefillPoint]) -> PrefillFit:
         / seconds[:, None]
     )
     terms, errors = fit_relative(matrix)
-    shapes = list(
-        zip(new.tolist(), cached.tolist(), strict=True)
-    )  # repeats of a prefill are held out together
+    # repeats of a prefill are held out together
+    shapes = list(zip(new.tolist(), cached.tolist(), strict=True))
     fixed_s, token_s, pair_s, square_s = terms.tolist()
     return PrefillFit(
         fixed_s, token_s, pair_s, square_s, FitError.of(errors, held_out_errors(matrix, shapes))

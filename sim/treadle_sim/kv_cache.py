@@ -39,9 +39,8 @@ class Tier:
 
     def put(self, index: int, prompt_id: str, prompt_tokens: int, own_tokens: int) -> None:
         """Keep a context, as the one used last."""
-        prompt = self._find(
-            prompt_id, prompt_tokens
-        )  # before its former entry goes, and the prompt with it
+        # before its former entry goes, and the prompt with it
+        prompt = self._find(prompt_id, prompt_tokens)
         prompt.users += 1
         prompt.ready = True
         self.take(index)

@@ -32,9 +32,8 @@ from treadle_sim.workloads.workload import TrajectoryWork, Workload
 Floats = npt.NDArray[np.float64]
 LINE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the largest slope: lines below a decode curve
 LIMITS = ("slots", "kv", "both")  # of a batch: what the weights follow
-PRICES = np.concatenate(
-    [[0.0], np.logspace(-3.0, 4.0, 57)]
-)  # GPU-seconds for a second; from far too low to too high
+# GPU-seconds for a second; from far too low to too high
+PRICES = np.concatenate([[0.0], np.logspace(-3.0, 4.0, 57)])
 NEAR = 1e-6  # of the bound: it is searched no closer
 TRAJECTORIES_AT_ONCE = 500  # of which all turns are computed together, some 10 MB an array
 
@@ -188,10 +187,8 @@ def _token_costs(
     steps_s = np.array([model.curve.decode_s(batch) for batch in batches])
     slope_s = share * float((steps_s / batches).min())
     base_s = float((steps_s - slope_s * batches).min())
-    slots_s, kv_s = (
-        slope_s * model.slots,
-        model.curve.per_kv_token_s * model.kv_tokens,
-    )  # growth where either is full
+    # growth where either is full
+    slots_s, kv_s = (slope_s * model.slots, model.curve.per_kv_token_s * model.kv_tokens)
     by_slots = {"slots": 1.0, "kv": 0.0, "both": slots_s / (slots_s + kv_s) if slots_s else 0.0}[
         limit
     ]
@@ -199,7 +196,6 @@ def _token_costs(
     growth_s = slope_s + model.curve.per_kv_token_s * context
     weights = by_slots / model.slots + (1.0 - by_slots) * own_tokens / model.kv_tokens
     paid, waited = model.gpus * base_s * weights[:, None], prices * full_s
-    shared = np.where(
-        waited <= paid, paid + waited, 2.0 * np.sqrt(paid * waited)
-    )  # the best growth: full, or less
+    # the best growth: full, or less
+    shared = np.where(waited <= paid, paid + waited, 2.0 * np.sqrt(paid * waited))
     return model.gpus * growth_s[:, None] + prices * base_s + shared

@@ -38,9 +38,8 @@ class Migrator:
         self._engines = engines
         self._send = send
         self._is_down = is_down
-        self._moves: dict[
-            str, tuple[StartMigration, float]
-        ] = {}  # by migration id, with when it was requested
+        # by migration id, with when it was requested
+        self._moves: dict[str, tuple[StartMigration, float]] = {}
         self._running: set[str] = set()
         self._count = 0
 

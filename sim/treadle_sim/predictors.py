@@ -147,9 +147,8 @@ class Noisy(Predictor):
         self._lasting = (
             math.sqrt(SHARED) * of_prompts[at] + math.sqrt(1.0 - SHARED) * own
         ).tolist()
-        asked = [
-            len(work.steps) + 1 for work in workload.trajectories
-        ]  # opening, and after each step
+        # opening, and after each step
+        asked = [len(work.steps) + 1 for work in workload.trajectories]
         self._first = (np.cumsum(asked) - asked).tolist()
         self._fresh = rng.standard_normal(sum(asked)).tolist()
 
@@ -205,9 +204,8 @@ class Siblings(Predictor):
         self._workload = workload
         self._evidence = Evidence()
         self._estimator = Estimator(self._evidence, Prior())
-        self._seen: dict[
-            int, tuple[int, int]
-        ] = {}  # turns and tokens that the evidence has of an open trajectory
+        # turns and tokens that the evidence has of an open trajectory
+        self._seen: dict[int, tuple[int, int]] = {}
         for number, work in enumerate(earlier):
             self._evidence.close_trajectory(_ended(f"{BEFORE}-{number}", BEFORE, work))
 

@@ -73,9 +73,8 @@ class EngineWork:
     def __init__(self, take: Callable[[Window], None]) -> None:
         self._take = take
         self._waiting: dict[str, int] = {}  # requests without a token yet: tokens of their context
-        self._decoding: dict[
-            str, int
-        ] = {}  # the same of the others, in the order of their first tokens
+        # the same of the others, in the order of their first tokens
+        self._decoding: dict[str, int] = {}
         self._kv_tokens = 0  # of those that decode
         self._lead = ""
         self._open(None)
@@ -127,9 +126,8 @@ class EngineWork:
         if unknown:
             self._open(None)
         if request == self._lead:
-            self._lead = next(
-                reversed(self._decoding), ""
-            )  # the one that is likely to stay longest
+            # the one that is likely to stay longest
+            self._lead = next(reversed(self._decoding), "")
 
     def _first_token(self, request: str, context: int, new_tokens: int, now: float) -> None:
         self._decoding[request] = context
@@ -205,9 +203,8 @@ class MeasuredCurve:
     def _rescaled(self, factor: float) -> Cells:
         """Return the windows as if all of the engine's work had always taken `factor` times as
         long, as it does now."""
-        since = (
-            self._taken - 3 * len(self._recent) // 4
-        )  # so many are new where both halves are off
+        # so many are new where both halves are off
+        since = self._taken - 3 * len(self._recent) // 4
         return OrderedDict(
             (
                 cell,

@@ -109,9 +109,8 @@ class JobLines:
         self.waiting = 0
         self._lines: dict[str, Line] = {}
         self._share = FairShare()
-        self._held: list[
-            tuple[str, int, float]
-        ] = []  # job, slots and weight, as the last decision left them
+        # job, slots and weight, as the last decision left them
+        self._held: list[tuple[str, int, float]] = []
         self._decided_s = 0.0
 
     def enter(self, job: str, weight: float) -> Line:
@@ -195,9 +194,8 @@ class JobLines:
         if not above:
             return None, 0.0
         other = max(above, key=lambda each: self._surplus(each, slots) / each.weight)
-        scale = (
-            sum(each.weight for each in self._lines.values()) / slots
-        )  # to seconds of the whole engine
+        # to seconds of the whole engine
+        scale = sum(each.weight for each in self._lines.values()) / slots
         lag_s = scale * (self._share.tag(other.job) - self._share.tag(line.job))
         rate = scale * (other.running / other.weight - line.running / line.weight)
         if lag_s >= FAIR_LAG_S:

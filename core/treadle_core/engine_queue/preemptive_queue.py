@@ -150,10 +150,8 @@ class StepQueue:
             None  # a step whose first token ends a pass, and since when
         )
         self._pass_s = 0.0  # from an admission to the first token, the least of late; 0: not known
-        self._idle: tuple[float, int] = (
-            0.0,
-            0,
-        )  # since when so many slots are free for waiting steps
+        # since when so many slots are free for waiting steps
+        self._idle: tuple[float, int] = (0.0, 0)
         self._lost_s = 0.0  # by free slots before that, since the last admission
         self._held_since_s: float | None = (
             None  # since when the best waiting step is held though a slot is free
@@ -304,9 +302,8 @@ class StepQueue:
             )
             lowest = None if held else self._find_victim(candidate, now)
             if lowest is None:
-                line.passed = len(
-                    line.waiting
-                )  # the following ones of the job rank lower, so they evict none either
+                # the following ones of the job rank lower, so they evict none either
+                line.passed = len(line.waiting)
                 continue
             line.granted += 1
             yield self._evict(lowest, candidate.step_id)

@@ -33,9 +33,8 @@ class PlanEngine:
 def slowest_curve(curves: Sequence[DecodeCurve]) -> DecodeCurve:
     """Return the worst of each figure, which stands in for the curve of an engine beside these:
     never better than a measured one."""
-    rates = [
-        curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s
-    ]  # 0: unknown
+    # 0: unknown
+    rates = [curve.prefill_tokens_per_s for curve in curves if curve.prefill_tokens_per_s]
     return DecodeCurve(
         max(curve.base_s for curve in curves),
         max(curve.per_sequence_s for curve in curves),

@@ -143,9 +143,8 @@ def fetch(
     """Bring each rank's length and context to its place; `payload` is scratch of [n, 2]."""
     for index in range(len(order)):  # side by side, so that a rank costs one trip to memory
         payload[index, 0] = lengths[index]
-        payload[index, 1] = (
-            -contexts[index] if placed[index] else contexts[index]
-        )  # a negative sign: no prefill
+        # a negative sign: no prefill
+        payload[index, 1] = -contexts[index] if placed[index] else contexts[index]
     for rank in range(
         len(order)
     ):  # nothing but trips to memory, so that many are under way at once

@@ -103,9 +103,8 @@ class Planner:
         self._plan_id = 0
         self._timing = PlanTiming(tuning)
         self._question: AskPlan | None = None  # that is out
-        self._targets: dict[
-            str, str
-        ] = {}  # engines that trajectories should go to, by the plan in force
+        # engines that trajectories should go to, by the plan in force
+        self._targets: dict[str, str] = {}
         self._savings_s: dict[str, float] = {}  # what a move of KV saves
 
     def note_opening(self, record: TrajectoryRecord) -> None:

@@ -39,9 +39,8 @@ class Sample:
     reward: float | None = None  # before a length cap shapes it
     truncated: bool = False
     left_out: bool = False  # cut by the length cap, and not to be trained for that
-    version_tokens: tuple[
-        tuple[int, int], ...
-    ] = ()  # sampled tokens by weight version, where a bound needs them
+    # sampled tokens by weight version, where a bound needs them
+    version_tokens: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +71,12 @@ class Group:
     prompt_id: str
     started: int  # samples that it may have
     rule: Rule
-    kept: list[Sample] = field(
-        default_factory=list
-    )  # that wait to be taken, or were, in order of arrival
+    # that wait to be taken, or were, in order of arrival
+    kept: list[Sample] = field(default_factory=list)
     verdicts: dict[str, Verdict] = field(default_factory=dict)  # by trajectory
     owners: dict[int, str] = field(default_factory=dict)  # the trajectory of each sample index
-    aborted: dict[str, int] = field(
-        default_factory=dict
-    )  # tokens of samples that were ended early, by trajectory
+    # tokens of samples that were ended early, by trajectory
+    aborted: dict[str, int] = field(default_factory=dict)
     taken_version: int | None = None  # of the trainer's weights when it was taken
     settled_order: int | None = None  # its place among the settled groups
     taken: bool = False

@@ -67,9 +67,8 @@ class RolloutHistory:
             lengths = [
                 each.length_tokens for each in buffer.samples_of(group)
             ] + group.aborted_tokens
-            known = self.lengths.prompts.pop(
-                group.prompt_id, None
-            )  # so that those seen last come last
+            # so that those seen last come last
+            known = self.lengths.prompts.pop(group.prompt_id, None)
             if known is not None:
                 self.lengths.prompts[group.prompt_id] = known
             self.lengths.observe(group.prompt_id, lengths)

@@ -44,9 +44,8 @@ def longest_by_formula(k: int, c: float) -> float:
 def expected_longest(k: int, c: float) -> float:
     """Return the mean longest of `k`, in means: the integral of exp(s z - s²/2) over the density of
     the maximum of k normals."""
-    z = np.linspace(
-        -9.0, 14.0, 4_601
-    )  # outside, the integrand is below 1e-12 for every k and c in use
+    # outside, the integrand is below 1e-12 for every k and c in use
+    z = np.linspace(-9.0, 14.0, 4_601)
     below = np.array([0.5 * math.erfc(-each / math.sqrt(2.0)) for each in z.tolist()])
     density = k * below ** (k - 1) * np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
     return float(np.trapezoid(lengths_of(z, c) * density, z))

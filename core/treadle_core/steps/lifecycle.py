@@ -100,9 +100,8 @@ def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[
     times = event.client_times
     if times is not None:
         late_s = now - record.opened_s - times.since_opening_s if times.since_opening_s else 0.0
-        times = times._replace(
-            control_s=times.control_s + max(late_s, 0.0)
-        )  # the request was on its way for so long
+        # the request was on its way for so long
+        times = times._replace(control_s=times.control_s + max(late_s, 0.0))
     record = copy_with(record, client_times=times or record.client_times)
     return _close(state, record, event.request_id, event.outcome, event.reward, now)
 

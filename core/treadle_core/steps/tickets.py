@@ -160,9 +160,8 @@ def reopen_turn(record: TrajectoryRecord) -> TrajectoryRecord:
     return copy_with(
         record,
         gen_tokens=record.gen_tokens - ticket.output_tokens,
-        engine_times=record.engine_times.plus(
-            ticket.times, -1.0
-        ),  # the client counts what it saw of the step
+        # the client counts what it saw of the step
+        engine_times=record.engine_times.plus(ticket.times, -1.0),
         ticket=copy_with(ticket, output_tokens=0, times=NO_TIMES),
         uncounted=tuple(other for other in record.uncounted if other != ticket.ticket_id),
         next_turn=ticket.turn,

@@ -263,13 +263,10 @@ class Siting:
         self._prompts: OrderedDict[str, str] = OrderedDict()
         self._able: dict[tuple[str, ...], Able] = {}  # by the tags that they must carry
         self._able_revision = -1
-        self.why: tuple[str, tuple[object, ...]] = (
-            "",
-            (),
-        )  # the last choice was made: a pattern and its values
-        self._missing_since_s: dict[
-            tuple[str, ...], float
-        ] = {}  # required tags that no engine carries
+        # the last choice was made: a pattern and its values
+        self.why: tuple[str, tuple[object, ...]] = ("", ())
+        # required tags that no engine carries
+        self._missing_since_s: dict[tuple[str, ...], float] = {}
 
     def restore(self) -> None:
         """Continue from the stored trajectories of an earlier run."""

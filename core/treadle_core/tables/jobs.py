@@ -51,9 +51,8 @@ class JobTable:
         self._lease_s, self._resume_s = lease_s, resume_s
         self._jobs: dict[str, JobRecord] = {}
         self._expires_s: dict[str, float] = {}  # of the jobs that are held
-        self._weights: dict[
-            str, float
-        ] = {}  # of the names that were looked up since a job has changed
+        # of the names that were looked up since a job has changed
+        self._weights: dict[str, float] = {}
 
     def get(self, job_id: str) -> JobRecord | None:
         return self._jobs.get(job_id)

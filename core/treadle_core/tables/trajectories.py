@@ -128,9 +128,8 @@ class LiveColumns:
     """
 
     def __init__(self) -> None:
-        self.engines: dict[
-            str, int
-        ] = {}  # numbers of engine ids: 0, 1, ... as they were first seen
+        # numbers of engine ids: 0, 1, ... as they were first seen
+        self.engines: dict[str, int] = {}
         self.tags: dict[tuple[str, ...], int] = {}  # numbers of sets of hardware tags
         self.ids: Names = np.empty(FIRST_ROWS, np.object_)
         self.used = 0  # rows, those of closed trajectories included

@@ -151,9 +151,8 @@ class _PartitionGroup:
         others = others[self.queue.least[others, column] > 0]
         taken = self.queue.least[others, column]
         share = self.pool.share(self.partition, self.pool.dimensions.index(self.dimension), taken)
-        ends_s = [
-            max(each.ends_in_s, 0.0) for each in executing
-        ]  # an overdue action is expected to end now
+        # an overdue action is expected to end now
+        ends_s = [max(each.ends_in_s, 0.0) for each in executing]
         group = Group(
             curves,
             np.flatnonzero(starting[members]),

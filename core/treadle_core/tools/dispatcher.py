@@ -146,12 +146,10 @@ class Dispatcher:
         self.typical_s = FIRST_TYPICAL_S
         self._capacities = capacities(resources.pools(now_s))
         self._queue = ActionQueue(self._capacities)
-        self._placing: dict[
-            str, str
-        ] = {}  # by trajectory without a node: the action that decides it
-        self._behind: dict[
-            str, deque[Action]
-        ] = {}  # by such a trajectory: its actions that wait for the node
+        # by trajectory without a node: the action that decides it
+        self._placing: dict[str, str] = {}
+        # by such a trajectory: its actions that wait for the node
+        self._behind: dict[str, deque[Action]] = {}
         self._behind_ids: set[str] = set()
         self._began_s: dict[str, float] = {}
 

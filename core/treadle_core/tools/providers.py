@@ -19,9 +19,8 @@ from treadle_core.tools.grants import NEVER_S, End, Ended, InvalidHoldingError, 
 from treadle_core.tools.pools import FlatPool, InvalidPoolError
 
 GROWTH = 2.0  # of the cool-down from one failed probe to the next
-UNLIMITED = (
-    1 << 20
-)  # concurrent requests to a provider that states no limit: more than a process can hold
+# concurrent requests to a provider that states no limit: more than a process can hold
+UNLIMITED = 1 << 20
 
 
 def require(good: bool, field: str, wish: str, value: object) -> None:

@@ -59,9 +59,8 @@ def lower_bound(table: Table, gpus: Indexes, budget: int, known_s: float) -> flo
     if table.model == CostModel.GROUP_SIZE:
         return max(bound_s, float(free_order(table, gpus, budget, bound_s, known_s)))
     differences = np.diff(table.ranks[:, [SUM_KV, SUM_PREFILL]], axis=0)
-    work = np.ascontiguousarray(
-        np.column_stack((table.lengths, differences))
-    )  # as `sample`: one compiled version
+    # as `sample`: one compiled version
+    work = np.ascontiguousarray(np.column_stack((table.lengths, differences)))
     step = -(-len(work) // SAMPLE)
     sample = np.ascontiguousarray(work[step // 2 :: step])
     base_s, sequence_s, kv_s, slots, capacity, _ = table.engines.T
@@ -93,9 +92,8 @@ def free_order(table: Table, gpus: Indexes, budget: int, low: float, high: float
     """
     n = len(table.lengths)
     reach = np.zeros(budget + 1, np.int64)
-    limit = high * (
-        1.0 - 0.5 * SLACK
-    )  # mostly the sorted order is as good as any: then one probe is enough
+    # mostly the sorted order is as good as any: then one probe is enough
+    limit = high * (1.0 - 0.5 * SLACK)
     while high > low * (1.0 + SLACK):
         extension = np.inf
         covered = False

@@ -34,10 +34,8 @@ from treadle_core.refusals import CoreError
 from treadle_sim.allocation.bound import lower_bound
 from treadle_sim.allocation.search import search
 
-PLANNED_MODELS = (
-    CostModel.GROUP_SIZE,
-    CostModel.LINEAR_INTEGRAL,
-)  # those that `lower_bound` covers
+# those that `lower_bound` covers
+PLANNED_MODELS = (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL)
 
 
 # Of a single engine, and of a mixture of degrees: in simulation of public traces one that was
