@@ -1,4 +1,4 @@
-"""Start NATS and the seven services of a mesh as child processes on the loopback interface.
+"""Start NATS and the services of a mesh as child processes on the loopback interface.
 
 All addresses are chosen before the first service starts, because the scheduler and the migrator
 name each other. A service has started once it has written its ready file. Which variable a service
