@@ -1,6 +1,7 @@
 """Cores and memory of nodes: exclusive, near each other, memory for as long as the trajectory
 lives."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Action, Fixed
 from treadle_core.tools.cpu import CpuManager, Machine, pick_cores
 from treadle_core.tools.decision import Start
 from treadle_core.tools.grants import SERVED, CpuGrant, InvalidHoldingError, units_of
-from treadle_core.tools.pools import InvalidPoolError
+from treadle_core.tools.pools import CpuNodes, InvalidPoolError
 
 MACHINES = (Machine("a", ((0, 1, 2, 3), (4, 5, 6, 7)), 100), Machine("b", ((0, 1), (2, 3)), 50))
 
@@ -175,3 +176,11 @@ def test_a_machine_that_contradicts_itself_is_refused(machines: list[Machine], f
     with pytest.raises(InvalidPoolError) as refused:
         CpuManager(machines)
     assert refused.value.field == field
+
+
+def test_demands_that_were_gathered_by_column_are_assigned_like_those_by_row() -> None:
+    nodes = CpuNodes(["a"], [(4, 100)], [(4, 100)])
+    needs = np.array([(2, 10), (1, 20)], np.int64)
+    homes = np.array([-1, -1], np.int64)
+    by_row = nodes.assign(needs, homes)
+    assert nodes.assign(np.asfortranarray(needs), homes).tolist() == by_row.tolist()

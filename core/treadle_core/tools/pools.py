@@ -126,6 +126,8 @@ class CpuNodes(Pool):
         )
 
     def assign(self, needs: Indexes, homes: Indexes) -> Indexes:
+        # Demands are gathered by column; a kernel that was compiled ahead takes rows alone.
+        needs = np.ascontiguousarray(needs)
         return assign_partitions(needs, homes, self.free, self.capacity)
 
     def share(self, partition: int, dimension: int, others: Indexes) -> Share:
