@@ -128,8 +128,8 @@ def quietly(data: Path, out: Path | None = None) -> BenchOptions:
 async def test_the_engine_behind_the_tables_is_found_printed_written_and_drawn(
     data: Path, tmp_path: Path
 ) -> None:
-    """From kernels and requests of one card, the engines of two measured cards and of two that
-    nobody measured.
+    """The fit reads kernels and requests of one card, and makes the engines of two measured cards
+    and of two that nobody measured.
 
     Result: exact on both degrees; the model with one context is named as not fitted; everything
     asked for is there.

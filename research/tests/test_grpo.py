@@ -52,8 +52,8 @@ def write_run(folder: Path, *, reward: float, rollout_s: float, staleness: int =
 
 
 def all_runs(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Of every cell; shaped rollouts take half as long and have 0.02 more reward; seeds differ by
-    0.1 s."""
+    """Return a run of every cell. Shaped rollouts take half as long and have 0.02 more reward; seeds
+    differ by 0.1 s."""
     runs = []
     for seed in range(seeds):
         for bound, shaping in SETTINGS:

@@ -40,8 +40,8 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where the time of a trajectory went, and why. about: what the trajectory is, in a line. left:
-    what the time is that the ledger does not have. recorded: as it was; None where all of it is
+    """Account of the time of one trajectory, with reasons. about: one line that names the trajectory.
+    left: names the time that the ledger does not have. recorded: the time as it was; None where all of it is
     simulated. notes: what a reader must know."""
 
     trajectory_id: str

@@ -95,7 +95,7 @@ def slowness_of(measured: MeasuredEngine, rows: Sequence[Mapping[str, float]]) -
 
 
 def slow_down(model: EngineModel, factor: float) -> EngineModel:
-    """The same engine when everything on it takes `factor` times as long; its declared curve
+    """Return the engine on which everything takes `factor` times as long; its declared curve
     stays."""
     curve = model.curve
     slower = {name: factor * getattr(curve, name) for name in SECONDS_OF_A_CURVE}
@@ -259,8 +259,8 @@ class Stage:
         *,
         told: bool = False,
     ) -> Play:
-        """The same in the simulator, on engines as fast as the mean of all pulses. earlier, told:
-        see simulate_play."""
+        """Simulate the play on engines as fast as the mean of all pulses. earlier, told: see
+        simulate_play."""
         slowed = (
             slow_down(model, fmean(factors))
             for model, factors in zip(self.models, self.slowness, strict=True)
