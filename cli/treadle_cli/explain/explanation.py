@@ -40,9 +40,11 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Account of the time of one trajectory, with reasons. about: one line that names the trajectory.
-    left: names the time that the ledger does not have. recorded: the time as it was; None where all of it is
-    simulated. notes: what a reader must know."""
+    """Account of the time of one trajectory, with reasons.
+
+    about: one line that names the trajectory. left: names the time that the ledger does not have.
+    recorded: the time as it was; None where all of it is simulated. notes: what a reader must know.
+    """
 
     trajectory_id: str
     about: str

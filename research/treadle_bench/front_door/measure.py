@@ -1,5 +1,7 @@
-"""Measure what the front door costs: a request through gateway, scheduler and sidecar, and the same
-one straight to the engine, by turns on one real engine.
+"""Measure what the front door costs.
+
+A request goes through gateway, scheduler and sidecar, and the same one straight to the engine, by
+turns on one real engine.
 
 A conversation has TURNS turns. Each is asked twice, straight and through the gateway, as a stream
 and greedily, one after the other, which of them is first changing each time; the two ways have KV
