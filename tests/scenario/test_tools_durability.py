@@ -26,6 +26,8 @@ from treadle_runtime.bus import open_bus
 
 LEGS = {"task": "leg_counting", "seed": 3, "index": 2}
 OK = pb.RESULT_STATUS_OK
+BEGAN = "/tmp/began"
+BEGIN = f"open('{BEGAN}', 'w').close(); import time; time.sleep(3)"
 R = TypeVar("R")
 
 
@@ -42,10 +44,15 @@ def run(
     return tools(start_service, *builtin, STATE_DIR=state, **settings)
 
 
+def has_begun(calls: ToolsCalls) -> bool:
+    """Return whether the code of an action in some sandbox has made the file BEGAN."""
+    sandboxed = daemon_of(calls).children(recursive=True)
+    return any(Path(f"/proc/{process.pid}/root{BEGAN}").exists() for process in sandboxed)
+
+
 async def kill(calls: ToolsCalls, in_flight: asyncio.Task[Any]) -> None:
-    """Kill the service while one action runs, once its sandbox has it."""
-    await until_said(calls.resources, lambda said: said.actions_running == 1)
-    await asyncio.sleep(0.2)
+    """Kill the service while an action runs, once its code has made the file BEGAN."""
+    await until(lambda: has_begun(calls))
     calls.process.kill()
     assert (await refusal_of(in_flight)).code is grpc.StatusCode.UNAVAILABLE
 
@@ -62,7 +69,7 @@ async def test_a_killed_service_goes_on_where_it_was(
             end is published,
             since somebody may wait for the trajectory's tool; what was closed stays closed; all
             others go on"""
-    append = "import time; time.sleep(3); open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
+    append = f"{BEGIN}; open('/tmp/log', 'a').write('x'); open('/tmp/log').read()"
     trajectory_id, published = f"t-{uuid.uuid4().hex}", []
 
     async def receive(fact: Fact) -> None:
@@ -126,7 +133,7 @@ async def test_the_last_step_of_a_session_is_answered_again(
     """
     WHEN    the step in flight at the kill ends its session
     Result: its repeat gets the reward; the session is done"""
-    thinking = {"code": "import time; time.sleep(3)"}  # until the kill, also where that comes late
+    thinking = {"code": BEGIN}
     async with run(start_service, state, "reasoning_gym") as calls:
         riddle = (await calls.open("reasoning_gym", LEGS)).session.session_id
         answering = asyncio.create_task(calls.step(riddle, thinking, id="think"))
@@ -161,6 +168,7 @@ from treadle_tools.tool import Outcome
 
 class Count:
     def __init__(self, arguments, sandbox):
+        open("/tmp/began", "w").close()
         time.sleep(arguments.get("opening_s", 0))
         self.count = 0
     def first(self):
@@ -180,6 +188,7 @@ class Hoards:
     def first(self):
         return Outcome(output="open")
     def step(self, arguments):
+        open("/tmp/began", "w").close()
         time.sleep(3.0)
         for _ in range(4):
             if os.fork() == 0:
