@@ -10,6 +10,10 @@ FRAMEWORKS := .cache/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready
 RUFF_PATHS := clients core learned runtime services sim cli research examples tests scripts
 
+# Bytecode is kept, also where the environment says otherwise: without it each of a thousand processes
+# compiles the tree's modules anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup frameworks demo test test-quick test-full test-others test-frameworks fuzz test-research test-changed test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 

@@ -23,6 +23,7 @@ pickle, which took longer than many a kernel.
 
 import importlib
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -110,6 +111,10 @@ def fill_cache() -> None:
     for other in compiled.CACHE.glob("*"):
         shutil.rmtree(other)
     print("kernels: compiling, a minute", flush=True)
+    # The simulator's own kernels are in no image. Once `main` has changed numba's wrappers, this
+    # process cannot compile them.
+    simulator = "from treadle_sim.allocation.plan import compile_kernels; compile_kernels()"
+    subprocess.run([sys.executable, "-c", simulator], check=True)
     if shutil.which("c++") and Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         main(folder)
     else:

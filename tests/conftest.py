@@ -4,8 +4,13 @@ Whatever they start is ended by its pid, also when the test fails.
 """
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+
+# Before anything imports torch or numpy: other tests run beside this one, and on shared cores threads
+# that wait for each other make a small model twenty times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest

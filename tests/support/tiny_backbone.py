@@ -3,18 +3,22 @@ needed for."""
 
 from pathlib import Path
 
-import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
-
-torch.set_num_threads(1)  # of a model this small; other tests run beside these
 BYTES = 256
 HIDDEN = 32
 
 
 def tiny_backbone(folder: Path, seed: int = 0, vocabulary: int = BYTES + 1) -> Path:
-    """Writes it, and returns the folder. The same seed gives the same weights."""
+    """Write the backbone into the folder, and return the folder. The same seed gives the same
+    weights.
+
+    Its libraries take seconds to import, which only tests that need a backbone should spend.
+    """
+    import torch
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
+
+    torch.set_num_threads(1)  # of a model this small; other tests run beside these
     torch.manual_seed(seed)
     config = Qwen3Config(
         hidden_size=HIDDEN,

@@ -22,10 +22,14 @@ from treadle_learned.training import Training, train
 from treadle_learned.transcript import write_transcripts
 
 PATIENCE_S = 100.0
+# Enough to tell the text from the numbers
+QUICK = Fitting(epochs=40, patience=10, batch=64, learning_rate=5e-3)
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> ModelsFolder:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelsFolder:
+    """An empty folder of models, which are fitted for a shorter time than by default."""
+    monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=QUICK))
     return ModelsFolder(tmp_path / "models")
 
 
@@ -55,7 +59,7 @@ def test_a_worse_one_is_kept_and_not_promoted(
 
 
 def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
-    models: ModelsFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: ModelsFolder, tmp_path: Path
 ) -> None:
     backbone, transcripts = str(tiny_backbone(tmp_path / "backbone")), told_by_the_plan(200)
     how = Training(
@@ -68,9 +72,6 @@ def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     )
     train(transcripts, how, models.folder / "v1")
     models.promote("v1")
-    # enough to tell the text from the numbers
-    quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)
-    monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=quick))
     refit(transcripts, models, "v2", seed=3)
     old, new = load(models.folder / "v1"), load(models.folder / "v2")
     assert new.notes["seed"] == 7 and old.tuned is not None and new.tuned is not None

@@ -221,6 +221,20 @@ def prepare(
     return Problem(costs, widths, gpus, left_out)
 
 
+def compile_kernels() -> None:
+    """Run small plans under each cost model, so that numba compiles and caches the kernels.
+
+    A plan of one trajectory has arrays of other types: numpy counts any column of one row as
+    contiguous.
+    """
+    kinds = [
+        EngineKind(gpus, 8, 100_000, DecodeCurve(0.01 / gpus, 1e-4, 1e-8, 1e4))
+        for gpus in (1, 2, 4)
+    ]
+    for model, n in itertools.product(PLANNED_MODELS, (1, 40)):
+        allocate(np.linspace(100.0, 9_000.0, n), np.ones(n), 16, kinds, model)
+
+
 def _fit_kinds(
     needed: float, gpus: int, kinds: Sequence[EngineKind]
 ) -> tuple[list[EngineKind], tuple[int, ...]]:
