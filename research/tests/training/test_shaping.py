@@ -35,7 +35,7 @@ from treadle_bench.shaping.training import (
     row_of,
 )
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "results"
 SHARE = 0.125
 
 
