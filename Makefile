@@ -53,9 +53,10 @@ $(FRAMEWORKS_READY): $(MESH_READY) $(wildcard tests/support/frameworks/*.txt)
 demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
 	@$(BIN)/treadle demo $(ARGS)
 
-# A file's tests stay together, since they share fixtures. Those that wait more than they compute run three at a time.
+# A file's tests stay together, since they share fixtures. Most wait more than they compute, so more run at a time than there
+# are cores. Unit tests come last: they are short, and no core is idle at the end.
 PYTEST := $(BIN)/python -m pytest
-AT_ONCE := -n 3 --dist loadfile
+AT_ONCE := -n 5 --dist loadfile --no-loadscope-reorder
 
 test: setup      ## every test but those of `make test-full`: real services, real engines
 	@$(PYTEST) -m "not engine and not full" $(AT_ONCE) $(ARGS)

@@ -422,12 +422,12 @@ async def test_a_scheduler_that_is_away_is_a_warning_and_the_rest_goes_on(
 async def test_a_page_holds_a_large_rollout(
     start_service: StartService, browser: Browser, bus: Bus
 ) -> None:
-    """6,400 trajectories of ten steps each. Result: the page shows all, in less memory than it may
+    """6,400 trajectories of three steps each. Result: the page shows all, in less memory than it may
     take, and answers while it does."""
     known = {each.pid for each in psutil.Process().children(recursive=True)}
     _, url, _ = await start_console(start_service, f"127.0.0.1:{free_port()}")
     async with screen(browser, url) as shown:
-        await tell_rollout(bus, MANY, steps=10, rollouts=1)
+        await tell_rollout(bus, MANY, rollouts=1)
         await shown.holds(f"() => document.body.dataset.rows === '{MANY}'")
         await shown.sees("6,400 of 6,400", within="dl.figures")
         assert renderer_bytes(known) < MOST_PAGE_BYTES
