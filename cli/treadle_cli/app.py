@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from treadle_cli import exits
 from treadle_cli.doctor.command import doctor
+from treadle_cli.exits import UsageProblem
 from treadle_cli.fleet.commands import apply, attach, drain
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan, default_model_folder
@@ -42,7 +43,6 @@ from treadle_cli.options import (
     new_run_folder,
 )
 from treadle_cli.predictor.commands import commands as predictor_commands
-from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate.command import simulate
 from treadle_cli.top.command import top
 

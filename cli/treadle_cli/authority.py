@@ -26,8 +26,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.options import DEFAULT_DAYS
-from treadle_cli.problems import UsageProblem
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
 OPERATOR, CONSOLE, NATS = "operator", "console", "nats"

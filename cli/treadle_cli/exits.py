@@ -18,9 +18,17 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from treadle_cli.problems import UsageProblem
-
 INTERRUPTED = 130  # exit code that a shell gives for SIGINT
+FAILED, USER_CAN_HELP = 1, 2
+
+err = Console(stderr=True, soft_wrap=True)
+
+Errors = tuple[type[Exception], ...]
+
+
+class UsageProblem(Exception):  # noqa: N818 - it is for the user to solve
+    """Raised where the user can correct something. The message names what is missing or wrong and
+    what to do; the command prints it and exits with 2."""
 
 
 def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
@@ -51,13 +59,6 @@ def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]])
                 loop.remove_signal_handler(number)
 
     return asyncio.run(run_main())
-
-
-FAILED, USER_CAN_HELP = 1, 2
-
-err = Console(stderr=True, soft_wrap=True)
-
-Errors = tuple[type[Exception], ...]
 
 
 # These import when an error is there, since a command that meets none needs neither the client nor

@@ -10,8 +10,8 @@ from typing import Any
 
 from treadle_sim.fitting import MeasuredProfileError, fit_measured
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.fit_picture import draw_measured
-from treadle_cli.problems import UsageProblem
 from treadle_cli.templates import render
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"

@@ -13,7 +13,7 @@ from treadle.connection import FOLLOWING, follow
 from treadle.errors import error_from
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub

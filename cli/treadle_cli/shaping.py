@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 from treadle import Client, Distribution, ShapingReport, Timeouts
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.report.palette import COLOURS
 from treadle_cli.scheduler import own_certificates
 

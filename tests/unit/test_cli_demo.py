@@ -18,7 +18,7 @@ from treadle_cli.demo.collect import CollectedFacts
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.play import Work, play
 from treadle_cli.demo.tasks import LEAST_TURNS, Task, make_prompts
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 LAKE = Task(
     "l",

@@ -37,7 +37,7 @@ from treadle_cli.doctor.servers import (
     check_servers,
     clean_urls,
 )
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_runtime.fields import timestamp
 
 URL = "http://127.0.0.1:30000"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from support.conditions import until
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks, ports
 from treadle_cli.mesh.engines import KV_SHARE, EnginePlan, place_kv
 from treadle_cli.mesh.guardian import session_members
 from treadle_cli.mesh.ports import Ports, is_free
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.problems import UsageProblem
 
 # A parent with a folder for its children and two children: one with a grandchild in the background;
 # one that makes a temporary file, ignores SIGTERM and is stopped first.

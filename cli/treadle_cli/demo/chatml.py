@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from treadle.environments import Chat, Message
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 START, END = "<|im_start|>", "<|im_end|>"
 

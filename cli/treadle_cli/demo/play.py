@@ -21,7 +21,7 @@ from treadle_cli.demo.chatml import read_chat
 from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_records
 from treadle_cli.demo.live import LiveBoard
 from treadle_cli.demo.tasks import make_prompts
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.report.page import render_run
 from treadle_cli.report.records import PlayRecord, Run, RunRecord, TrajectoryRecord, write_run
 from treadle_cli.scheduler import reach_scheduler

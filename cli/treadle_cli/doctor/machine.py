@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import psutil
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import LEAST_KV_GB
 from treadle_cli.mesh.ports import is_free
 from treadle_cli.mesh.services import IN_PORT_ORDER
-from treadle_cli.problems import UsageProblem
 
 SUBJECT = "this machine"
 SERVICES_GB = 1.2  # what a mesh needs at rest without engines (docs/operations.md)

@@ -23,7 +23,7 @@ from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.scheduler import own_certificates, reach_scheduler
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from treadle_sim.rollout import choose_cluster
 from treadle_sim.systems import STICKY, TREADLE, VERL, System
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.explain.explanation import Explanation, Fate
-from treadle_cli.problems import UsageProblem
 from treadle_cli.simulate.request import Request, make_plan
 
 FCFS = System(

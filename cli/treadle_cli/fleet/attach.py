@@ -29,6 +29,7 @@ from treadle_runtime.config import is_loopback
 
 from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
 from treadle_cli.mesh.services import (
@@ -43,7 +44,6 @@ from treadle_cli.mesh.services import (
     open_tree,
 )
 from treadle_cli.options import new_run_folder
-from treadle_cli.problems import UsageProblem
 from treadle_cli.scheduler import reach_scheduler
 
 if TYPE_CHECKING:

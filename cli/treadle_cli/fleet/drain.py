@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 if TYPE_CHECKING:
     from rich.status import Status

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.ports import HOST
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
     from treadle_cli.resources.plan import EngineClass

@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
 from treadle_cli.options import AsJson
-from treadle_cli.problems import UsageProblem
 
 INSTALL = (
     "Ray is not installed here: pip install 'treadle[ray]', with the version of Ray that "

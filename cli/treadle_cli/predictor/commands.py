@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
-from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from treadle_learned.transcript import Transcript, Turn, read_transcripts, write_transcripts
 from treadle_sim.workloads.workload import Step, TrajectoryWork, read_traces, write_traces
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
-from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import Run, TrajectoryRecord, read_run
 
 ENDED = "finished"  # any other outcome: it was cut, and would have gone on

@@ -22,7 +22,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.types import duration
 from treadle_runtime import errors
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.resources.servicer import ResourceServicer
 from treadle_cli.scheduler import own_certificates, reach_scheduler
 

@@ -25,7 +25,7 @@ from treadle_core.refusals import CoreError
 from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import TREADLE, System
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.simulate import output
 from treadle_cli.simulate.comparison import compare
 from treadle_cli.simulate.request import Request, SimulationPlan, make_plan

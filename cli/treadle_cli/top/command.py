@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler
-from treadle_cli.problems import UsageProblem
 
 REFRESH_S = 1.0
 

@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import track
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 from treadle_cli.predictor.sources import transcripts_of_works
-from treadle_cli.problems import UsageProblem
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
