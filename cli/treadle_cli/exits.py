@@ -31,6 +31,11 @@ class UsageProblem(Exception):  # noqa: N818 - it is for the user to solve
     what to do; the command prints it and exits with 2."""
 
 
+class Failure(Exception):  # noqa: N818 - as the exit code is called
+    """Raised where something failed that a command had started; the command prints the message and
+    exits with 1."""
+
+
 def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
     """Run `main(hurry)` to its end and return its exit code, or 130 if a signal ended it."""
 
@@ -74,18 +79,14 @@ def _while_it_ran() -> Errors:
     """Return the errors of meshes and of processes."""
     from treadle import TreadleError
 
-    from treadle_cli.mesh.processes import ProcessError
-
-    return ProcessError, TreadleError
+    return Failure, TreadleError
 
 
 def _of_files() -> Errors:
     """Return the errors of files that a command reads."""
-    from treadle_learned.errors import LearnedError
+    from treadle_learned.transcript import LearnedError
 
-    from treadle_cli.report.records import RecordError
-
-    return LearnedError, RecordError, OSError
+    return LearnedError, OSError
 
 
 def _known() -> Errors:

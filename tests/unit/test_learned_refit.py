@@ -14,12 +14,9 @@ from treadle_learned import training
 from treadle_learned.__main__ import REFUSED, main
 from treadle_learned.backbone import Tune
 from treadle_learned.checkpoint import POINTER, ModelsFolder, load
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import FOLDS
-from treadle_learned.fitting import Fitting, Tuning
-from treadle_learned.refit import refit
-from treadle_learned.training import Training, train
-from treadle_learned.transcript import write_transcripts
+from treadle_learned.training import Fitting, Training, Tuning, refit, train
+from treadle_learned.transcript import LearnedError, write_transcripts
 
 PATIENCE_S = 100.0
 

@@ -28,7 +28,7 @@ from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_runtime.fields import require
 
-from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
+from treadle_cli.certs import DEFAULT_TENANT, OPERATOR, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
@@ -44,8 +44,7 @@ from treadle_cli.mesh.services import (
     choose_addresses,
     open_tree,
 )
-from treadle_cli.resources.apply import EngineFailed
-from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
+from treadle_cli.resources.plan import EngineClass, EngineFailed, ResourcePlan, require_room
 from treadle_cli.resources.servicer import serve_resources
 
 ASK_TIMEOUT_S = 10.0

@@ -21,12 +21,10 @@ from urllib.parse import urlsplit
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.fork_server import ForkServer
 
-from treadle_cli.authority import DEFAULT_TENANT, NATS
+from treadle_cli.certs import DEFAULT_TENANT, NATS, nats_config
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server
-from treadle_cli.mesh.ports import HOST, Ports, is_free
-from treadle_cli.mesh.processes import Child, ProcessTree
-from treadle_cli.nats_rules import nats_config
+from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessTree, is_free
 
 START_TIMEOUT_S = (
     300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores

@@ -4,18 +4,19 @@ again."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import grpc.aio
 import typer
 from rich.console import Console
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
+from treadle_cli import exits
 from treadle_cli.exits import UsageProblem
+from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, choose_console, print_json
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -35,6 +36,24 @@ CORRECTABLE = (
 Answer = TypeVar("Answer")
 
 
+def drain(
+    engine: Annotated[
+        str, typer.Argument(help="Id of a registered engine, as `treadle top` shows it.")
+    ],
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
+    undo: Annotated[bool, typer.Option("--undo", help="Use the engine again.")] = False,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Do not wait until the engine is empty.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Send an engine no more steps and move its trajectories to others, then wait until it is
+    empty. Its running steps end there. Ctrl-C ends the wait and not the drain, which holds until
+    --undo."""
+    console = choose_console(as_json)
+    exits.run(lambda _: run_drain(engine, scheduler, undo, not no_wait, as_json, console))
+
+
 async def run_drain(
     engine: str, scheduler: str, undo: bool, waits: bool, as_json: bool, out: Console
 ) -> int:
@@ -42,7 +61,7 @@ async def run_drain(
     TreadleError."""
     from treadle.errors import TreadleError
 
-    from treadle_cli.scheduler import reach_scheduler
+    from treadle_cli.mesh.scheduler import reach_scheduler
 
     request = pb.DrainEngineRequest(request_id=uuid.uuid4().hex, engine_id=engine, undo=undo)
     try:
@@ -57,16 +76,16 @@ async def run_drain(
     except TreadleError as error:
         raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
     if as_json:
-        typer.echo(json.dumps({"engine": engine, "draining": not undo, "trajectories": left}))
+        print_json({"engine": engine, "draining": not undo, "trajectories": left})
     elif undo:
         out.print(f"{engine} takes steps again", highlight=False, markup=False)
     else:
-        told = (
+        state = (
             f"{left} trajectories are still there"
             if left
             else "it is empty: stop it, or use it again with --undo"
         )
-        out.print(f"{engine} gets no more steps; {told}", highlight=False, markup=False)
+        out.print(f"{engine} gets no more steps; {state}", highlight=False, markup=False)
     return 0
 
 

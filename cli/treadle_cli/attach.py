@@ -10,14 +10,12 @@ the servers go on as they were.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc.aio
 import typer
@@ -27,11 +25,13 @@ from treadle.certificates import FOLDER_VARIABLE, Certificates
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_runtime.config import is_loopback
 
-from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
-from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
+from treadle_cli import exits
+from treadle_cli.certs import DEFAULT_TENANT, OPERATOR, make_certificates
+from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_alike, report
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
+from treadle_cli.mesh.scheduler import reach_scheduler
 from treadle_cli.mesh.services import (
     CONSOLE,
     CONSOLE_PURPOSE,
@@ -43,8 +43,16 @@ from treadle_cli.mesh.services import (
     choose_addresses,
     open_tree,
 )
-from treadle_cli.options import new_run_folder
-from treadle_cli.scheduler import reach_scheduler
+from treadle_cli.options import (
+    DEFAULT_OUT,
+    DEFAULT_PORT,
+    MOST_PORT,
+    AsJson,
+    Out,
+    choose_console,
+    new_run_folder,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -107,15 +115,61 @@ class AttachPlan:
             raise UsageProblem(f"--kv-folder {self.kv_folder}: there is no such folder")
 
 
-def print_addresses(named: Mapping[str, object]) -> None:
-    """Print what --json prints once a mesh serves: one line, so that a script can wait for it."""
-    typer.echo(json.dumps(named))
+def attach(
+    urls: Annotated[
+        list[str], typer.Argument(help="SGLang servers that run, e.g. http://127.0.0.1:30000.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what must change, and start nothing.")
+    ] = False,
+    scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
+    nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Where that mesh reaches this machine, if it runs on another.",
+            show_default="127.0.0.1",
+        ),
+    ] = "",
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MOST_PORT, help="Port of the scheduler that is started; 0: free ports."
+        ),
+    ] = DEFAULT_PORT,
+    slots: Annotated[
+        int, typer.Option(min=0, help="Steps that decode at once on an engine; 0: as it says.")
+    ] = 0,
+    kv_folder: Annotated[
+        Path | None,
+        typer.Option(help="The folder in which the servers' HiCache stores KV, if they share one."),
+    ] = None,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure", help="Encrypt every connection, and let nobody call without a certificate."
+        ),
+    ] = False,
+    out_folder: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Put a sidecar beside each SGLang server that somebody else started, until Ctrl-C, which
+    leaves the servers as they were. Checks the servers' flags first; exit code 1 of --check where
+    one must change."""
+    plan = AttachPlan(tuple(urls), scheduler, nats_url, port, host, slots, kv_folder, secure)
+
+    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+        if check:
+            return run_check(plan.urls, as_json, Console())
+        announce = print_json if as_json else None
+        return run_attach(plan, out_folder, choose_console(as_json), hurry, announce)
+
+    exits.run(begin)
 
 
 async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
     """Run `--check`: print what must change on the servers; return the exit code. Raises
     UsageProblem for a bad URL."""
-    from treadle_cli.doctor.command import report
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
 
     return report(list(check_servers(await read_servers(clean_urls(urls)))), as_json, out)
@@ -177,16 +231,6 @@ def _require_usable(findings: Sequence[Finding], out: Console) -> None:
     ]
     if problems:
         raise UsageProblem("nothing was started: " + "; ".join(problems))
-
-
-def print_alike(findings: Sequence[Finding], out: Console) -> None:
-    """Print findings, those of several servers that are alike as one."""
-    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
-    for finding in findings:
-        alike[replace(finding, subject="")].append(finding.subject)
-    print_findings(
-        [replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out
-    )
 
 
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
