@@ -29,7 +29,7 @@ from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, choose_console
 from treadle_cli.resources.servicer import ResourceServicer
 
-ASK_TIMEOUT_S = 10.0
+CALL_S = 10.0
 OVERHEAD_S = 600.0  # a change beside drain and starts: until stopped engines are gone, twice
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -172,7 +172,7 @@ async def open_resources(
                 )
                 yield servicer.apply, servicer.show
             return
-        found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=ASK_TIMEOUT_S)
+        found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=CALL_S)
         if not found.resources_address:
             advice = "only `treadle up` starts engines; for a cluster give --kubernetes NAMESPACE"
             raise UsageProblem(
@@ -189,6 +189,6 @@ async def open_resources(
                 return await calls.ApplyPlan(request, timeout=timeout_s)
 
             async def show() -> pb.GetResourcesResponse:
-                return await calls.GetResources(pb.GetResourcesRequest(), timeout=ASK_TIMEOUT_S)
+                return await calls.GetResources(pb.GetResourcesRequest(), timeout=CALL_S)
 
             yield change, show

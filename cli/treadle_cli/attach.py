@@ -26,23 +26,13 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_runtime.config import is_loopback
 
 from treadle_cli import exits
-from treadle_cli.certs import DEFAULT_TENANT, OPERATOR, make_certificates
+from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_alike, report
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
 from treadle_cli.mesh.scheduler import reach_scheduler
-from treadle_cli.mesh.services import (
-    CONSOLE,
-    CONSOLE_PURPOSE,
-    GATEWAY,
-    GATEWAY_PURPOSE,
-    SERVICES,
-    Addresses,
-    ControlPlane,
-    choose_addresses,
-    open_tree,
-)
+from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses, open_tree
 from treadle_cli.options import (
     DEFAULT_OUT,
     DEFAULT_PORT,
@@ -60,7 +50,7 @@ if TYPE_CHECKING:
 REGISTRATION_S = (
     120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
 )
-ASK_S = 10.0
+CALL_S = 10.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -234,7 +224,7 @@ def _require_usable(findings: Sequence[Finding], out: Console) -> None:
 
 
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
-    answer = await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)
+    answer = await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)
     return [engine.info.engine_id for engine in answer.engines]
 
 
@@ -339,26 +329,15 @@ class _Attachment:
 
     def table(self) -> Table:
         """Return a table of the addresses, as treadle up prints them."""
-        table = Table(
-            "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
-        )
-        for name, purpose in SERVICES.items():
-            if name in self._where.services:
-                table.add_row(name, self._where.services[name], purpose)
-        for engine_id, address in self._sidecars.items():
-            table.add_row(f"sidecar of {engine_id}", address, f"SGLang at {self._urls[engine_id]}")
-        table.add_row("NATS", self.nats_url, "facts and state")
-        if self._front_door:
-            table.add_row(GATEWAY, self._front_door, GATEWAY_PURPOSE)
-            table.add_row(CONSOLE, self._page, CONSOLE_PURPOSE)
-        return table
+        servers = {engine_id: f"SGLang at {url}" for engine_id, url in self._urls.items()}
+        where = replace(self._where, sidecars=self._sidecars)
+        return where.table(self.nats_url, self._front_door, self._page, servers)
 
     def hints(self, logs: Path) -> list[str]:
         """Return lines that name what to do next."""
         lines = []
         if self._certificates is not None:
-            client = self._certificates / f"trainer-{DEFAULT_TENANT}"
-            lines.append(f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})")
+            lines.append(describe_clients(self._certificates))
         lines.append(f"Watch it: treadle top --scheduler {self._where.scheduler}")
         lines.append(
             f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are."

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
-from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
+from treadle.certificates import AUTHORITY, CERTIFICATE, FOLDER_VARIABLE, KEY, NATS_NAME
 from treadle_runtime.facts import STREAM, SUBJECT_ROOT
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 
@@ -186,6 +186,12 @@ def make_certificates(
     for name, identity in wanted.items():
         authority.issue(folder / name, identity, timedelta(days=days))
     return folder
+
+
+def describe_clients(folder: Path) -> str:
+    """Return the line that names what clients need of the certificates in `folder`."""
+    client = folder / f"trainer-{DEFAULT_TENANT}"
+    return f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})"
 
 
 def _builder(

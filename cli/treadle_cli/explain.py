@@ -323,16 +323,16 @@ STATES = words_of(pb.TrajectoryState)
 async def explain_live(trajectory_id: str, scheduler: str, progress: Console) -> Explanation:
     """Explain a trajectory of the mesh at `scheduler`. Raises TreadleError, UsageProblem."""
     async with reach_scheduler(scheduler) as stub:
-        asked = await _history(stub, trajectory_id)
+        response = await _history(stub, trajectory_id)
         rollout = (
-            await _rollout(stub, asked.trajectory.rollout_id)
-            if asked.trajectory.rollout_id
-            else [asked]
+            await _rollout(stub, response.trajectory.rollout_id)
+            if response.trajectory.rollout_id
+            else [response]
         )
         engines = (await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)).engines
     with progress.status("playing the rollout under other policies"):
         return await asyncio.to_thread(
-            _explain, asked, rollout, [engine.info for engine in engines]
+            _explain, response, rollout, [engine.info for engine in engines]
         )
 
 
@@ -360,7 +360,7 @@ async def _rollout(
             break
     turns, known = asyncio.Semaphore(MOST_CALLS), dict[str, pb.GetTrajectoryResponse]()
 
-    async def ask(name: str) -> None:
+    async def read(name: str) -> None:
         async with turns:
             try:
                 known[name] = await _history(stub, name)
@@ -370,16 +370,16 @@ async def _rollout(
 
     async with asyncio.TaskGroup() as group:
         for name in names:
-            group.create_task(ask(name))
+            group.create_task(read(name))
     return [known[name] for name in names if name in known]
 
 
 def _explain(
-    asked: pb.GetTrajectoryResponse,
+    response: pb.GetTrajectoryResponse,
     rollout: Sequence[pb.GetTrajectoryResponse],
     infos: Sequence[engine_pb2.EngineInfo],
 ) -> Explanation:
-    t = asked.trajectory
+    t = response.trajectory
     is_open = not t.HasField("closed_at")
     opened_s = t.opened_at.ToNanoseconds() / 1e9
     begun = [each for each in rollout if each.trajectory.gen_tokens]
@@ -419,7 +419,7 @@ def _explain(
         ),
         wall_s=seconds(t.ledger.wall),
         left=_left(t, is_open),
-        decisions=[_decision(each, opened_s) for each in asked.decisions],
+        decisions=[_decision(each, opened_s) for each in response.decisions],
         opened_s=opened_s,
         recorded=recorded,
         policies=policies,
@@ -435,8 +435,8 @@ def _left(t: pb.Trajectory, is_open: bool) -> str:
     return "not accounted for yet: since the last step"
 
 
-def _end_s(said: pb.GetTrajectoryResponse) -> float:
-    t = said.trajectory
+def _end_s(response: pb.GetTrajectoryResponse) -> float:
+    t = response.trajectory
     return t.opened_at.ToNanoseconds() / 1e9 + seconds(t.ledger.wall)
 
 
@@ -445,10 +445,10 @@ def _decision(message: pb.Decision, opened_s: float) -> Decision:
     return Decision(at_s, message.kind, message.engine_id, "{}", (message.reason,))
 
 
-def _work(said: pb.GetTrajectoryResponse) -> TrajectoryWork:
+def _work(response: pb.GetTrajectoryResponse) -> TrajectoryWork:
     """Return the recorded steps, those of one long turn together. What came before a restart of the
     scheduler is one step."""
-    t, steps = said.trajectory, list(said.steps)
+    t, steps = response.trajectory, list(response.steps)
     found: list[Step] = []
     unknown = t.gen_tokens - sum(step.output_tokens for step in steps)
     rest_s = max(0.0, seconds(t.ledger.tool) - sum(seconds(step.tool_time) for step in steps))

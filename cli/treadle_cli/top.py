@@ -79,7 +79,7 @@ async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> in
                     live.update(Screen(snapshot, time.monotonic() - answered_s), refresh=True)
 
 
-ASK_S = 5.0
+CALL_S = 5.0
 PAGE = 1_000
 SPARE = 20.0  # 5% of the scheduler's core at most
 TAIL = 0.1  # share of a rollout's samples that the straggler tax counts
@@ -186,8 +186,8 @@ class Watcher:
     stub: SchedulerServiceAsyncStub
     certificates: Certificates | None
     _known: list[pb.Trajectory] = field(default_factory=list)
-    _asked_s: float = -math.inf  # monotonic, when the last answer had come
-    _ask_again_s: float = -math.inf
+    _listed_s: float = -math.inf  # monotonic, when the last answer had come
+    _list_again_s: float = -math.inf
     # monotonic, trajectories that had ended by then
     _ended: list[tuple[float, int]] = field(default_factory=list)
     _moves_refused: bool = False
@@ -195,15 +195,15 @@ class Watcher:
     async def look(self) -> Snapshot:
         """Return the mesh at this moment. Raises grpc.aio.AioRpcError."""
         now = time.monotonic()
-        if now >= self._ask_again_s:
+        if now >= self._list_again_s:
             self._known = await self._trajectories()
-            self._asked_s = time.monotonic()
-            self._ask_again_s = self._asked_s + SPARE * (self._asked_s - now)
+            self._listed_s = time.monotonic()
+            self._list_again_s = self._listed_s + SPARE * (self._listed_s - now)
             ended = sum(each.HasField("closed_at") for each in self._known)
-            recent = [(at, n) for at, n in self._ended if self._asked_s - at <= RATE_S]
-            self._ended = [*(recent or self._ended[-1:]), (self._asked_s, ended)]
-        engines = await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)
-        policy = (await self.stub.GetPolicy(pb.GetPolicyRequest(), timeout=ASK_S)).policy
+            recent = [(at, n) for at, n in self._ended if self._listed_s - at <= RATE_S]
+            self._ended = [*(recent or self._ended[-1:]), (self._listed_s, ended)]
+        engines = await self.stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)
+        policy = (await self.stub.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)).policy
         return Snapshot(
             scheduler=self.scheduler,
             policy=describe_policy(policy),
@@ -212,13 +212,13 @@ class Watcher:
             rollouts=rollouts_of(self._known, time.time()),
             moves=await self._moves(),
             trajectories_per_minute=self._rate(),
-            age_s=time.monotonic() - self._asked_s,
+            age_s=time.monotonic() - self._listed_s,
         )
 
     async def _trajectories(self) -> list[pb.Trajectory]:
         request, found = pb.ListTrajectoriesRequest(page_size=PAGE), list[pb.Trajectory]()
         while True:
-            page = await self.stub.ListTrajectories(request, timeout=ASK_S)
+            page = await self.stub.ListTrajectories(request, timeout=CALL_S)
             found += page.trajectories
             request.page_token = page.next_page_token
             if not request.page_token:
@@ -228,7 +228,7 @@ class Watcher:
         if self._moves_refused:
             return None
         address = (
-            await self.stub.GetDirectory(pb.GetDirectoryRequest(), timeout=ASK_S)
+            await self.stub.GetDirectory(pb.GetDirectoryRequest(), timeout=CALL_S)
         ).migrator_address
         if not address:
             return ()
@@ -236,7 +236,7 @@ class Watcher:
             stub = migrator_pb2_grpc.MigratorServiceStub(channel)
             try:
                 listed = await stub.ListMigrations(
-                    migrator_pb2.ListMigrationsRequest(page_size=PAGE), timeout=ASK_S
+                    migrator_pb2.ListMigrationsRequest(page_size=PAGE), timeout=CALL_S
                 )
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.UNAVAILABLE:

@@ -132,7 +132,7 @@ def fit(
 def tune(
     tunable: Tunable,
     head: QuantileHead,
-    asked: TrainingSet,
+    questions: TrainingSet,
     bounds: Bounds,
     how: Tuning,
     bar: Bar = silent,
@@ -151,13 +151,13 @@ def tune(
     order = torch.Generator().manual_seed(how.seed)
     torch.manual_seed(how.seed)
     passages, examples = (
-        _passages(asked, tunable, bounds),
-        without_text(asked.train, backbone.hidden_size),
+        _passages(questions, tunable, bounds),
+        without_text(questions.train, backbone.hidden_size),
     )
 
     def read_validation() -> Examples:
-        states = States(backbone, asked.transcripts, bounds)
-        return states.examples(asked.validation, bar("validation: reading"))
+        states = States(backbone, questions.transcripts, bounds)
+        return states.examples(questions.validation, bar("validation: reading"))
 
     best, weights = (
         Fitted(copy.deepcopy(head), 0, loss_of(head, read_validation())),
@@ -195,13 +195,13 @@ class _Passage:
     rows: list[int]
 
 
-def _passages(asked: TrainingSet, tunable: Tunable, bounds: Bounds) -> list[_Passage]:
+def _passages(questions: TrainingSet, tunable: Tunable, bounds: Bounds) -> list[_Passage]:
     rows: dict[int, dict[int, int]] = {}
-    for row, moment in enumerate(asked.train):
+    for row, moment in enumerate(questions.train):
         rows.setdefault(moment.index, {})[moment.turn] = row
     found: list[_Passage] = []
     for index, of_turn in rows.items():
-        transcript = asked.transcripts[index]
+        transcript = questions.transcripts[index]
         if not transcript.has_text:
             found.append(_Passage((), [], list(of_turn.values())))
             continue
@@ -268,24 +268,24 @@ def train(
     trains_backbone = how.tune is not Tune.FROZEN
     if trains_backbone and (not how.backbone or how.tuned is not None):
         raise LearnedError(f"tune: {how.tune} needs a backbone that nobody has trained yet")
-    asked = training_set(transcripts, how.seed, how.max_tuples)
-    if trains_backbone and not asked.has_text:
+    questions = training_set(transcripts, how.seed, how.max_tuples)
+    if trains_backbone and not questions.has_text:
         raise LearnedError(f"tune: {how.tune} needs texts, and no transcript has any")
     if trains_backbone or how.tuned is not None:
-        asked = asked.for_one_member()
+        questions = questions.for_one_member()
     backbone = None
-    if asked.has_text and how.backbone:
+    if questions.has_text and how.backbone:
         backbone = (
             Backbone.load(how.backbone)
             if how.tuned is None
             else load_tuned(how.backbone, how.tuned)
         )
     with tempfile.TemporaryDirectory() as beside:
-        numbers = _fit("numbers", without_text(asked.moments, NO_TEXT), asked, how, bar)
+        numbers = _fit("numbers", without_text(questions.moments, NO_TEXT), questions, how, bar)
         candidates = {"numbers": _Candidate(numbers)}
         if backbone is not None:
-            candidates["learned"] = _learn(asked, how, backbone, Path(beside), bar)
-        save(_choose(asked, how, candidates), out)
+            candidates["learned"] = _learn(questions, how, backbone, Path(beside), bar)
+        save(_choose(questions, how, candidates), out)
     return load(out)
 
 
@@ -306,34 +306,36 @@ def loss_without_a_model(moments: Sequence[Moment]) -> float:
 
 
 def _learn(
-    asked: TrainingSet, how: Training, backbone: Backbone, beside: Path, bar: Bar
+    questions: TrainingSet, how: Training, backbone: Backbone, beside: Path, bar: Bar
 ) -> _Candidate:
-    examples = States(backbone, asked.transcripts, how.bounds).examples(
-        asked.moments, bar("reading")
+    examples = States(backbone, questions.transcripts, how.bounds).examples(
+        questions.moments, bar("reading")
     )
-    fitted = _fit("learned", examples, asked, how, bar)
+    fitted = _fit("learned", examples, questions, how, bar)
     if how.tune is Tune.FROZEN:
         return _Candidate(fitted, backbone, how.tuned)
     del backbone, examples
     tunable = Tunable(Backbone.load(how.backbone, dtype=torch.float32), how.tune, how.seed)
     tuning = replace(how.tuning, seed=how.seed, epochs=how.epochs or how.tuning.epochs)
-    tuned = tune(tunable, fitted.head, asked, how.bounds, tuning, bar)
+    tuned = tune(tunable, fitted.head, questions, how.bounds, tuning, bar)
     notes = {"frozen": fitted.loss, "tune_epoch": tuned.epoch}
     if tuned.epoch == 0:
         return _Candidate(fitted, tunable.backbone, None, notes)
     return _Candidate(tuned, tunable.backbone, tunable.save(beside), notes)
 
 
-def _fit(name: str, examples: Examples, asked: TrainingSet, how: Training, bar: Bar) -> Fitted:
+def _fit(name: str, examples: Examples, questions: TrainingSet, how: Training, bar: Bar) -> Fitted:
     epochs = how.epochs if how.epochs and how.tune is Tune.FROZEN else how.fitting.epochs
     fitting = replace(how.fitting, seed=how.seed, epochs=epochs)
-    return fit(examples, torch.tensor(asked.folds), fitting, bar, name)
+    return fit(examples, torch.tensor(questions.folds), fitting, bar, name)
 
 
-def _choose(asked: TrainingSet, how: Training, candidates: Mapping[str, _Candidate]) -> Checkpoint:
+def _choose(
+    questions: TrainingSet, how: Training, candidates: Mapping[str, _Candidate]
+) -> Checkpoint:
     losses = {name: candidate.fitted.loss for name, candidate in candidates.items()}
     chosen = candidates[min(losses, key=losses.__getitem__)]
-    losses["siblings"] = loss_without_a_model(asked.held_out)
+    losses["siblings"] = loss_without_a_model(questions.held_out)
     backbone = chosen.backbone
     notes = {
         "validation": losses,
@@ -341,7 +343,7 @@ def _choose(asked: TrainingSet, how: Training, candidates: Mapping[str, _Candida
         "tune": how.tune.value,
         "seed": how.seed,
         "epoch": chosen.fitted.epoch,
-        "parts": asked.counts(),
+        "parts": questions.counts(),
         **chosen.notes,
     }
     return Checkpoint(
@@ -387,9 +389,9 @@ def refit(
     folder = models.current()
     current = None if folder is None else load(folder)
     found = train(transcripts, _how(version, current, seed, backbone), models.folder / version)
-    asked = training_set(transcripts, found.notes["seed"])
-    loss = _loss(found, asked)
-    current_loss = None if current is None else _loss(current, asked)
+    questions = training_set(transcripts, found.notes["seed"])
+    loss = _loss(found, questions)
+    current_loss = None if current is None else _loss(current, questions)
     promoted = current_loss is None or loss < current_loss
     if promoted:
         models.promote(version)
@@ -407,6 +409,6 @@ def _how(version: str, current: Checkpoint | None, seed: int, backbone: str) -> 
     )
 
 
-def _loss(checkpoint: Checkpoint, asked: TrainingSet) -> float:
-    examples = checkpoint.examples(asked.validation, asked.transcripts)
+def _loss(checkpoint: Checkpoint, questions: TrainingSet) -> float:
+    examples = checkpoint.examples(questions.validation, questions.transcripts)
     return loss_held_out(checkpoint.head, examples, torch.zeros(len(examples), dtype=torch.long))

@@ -43,7 +43,7 @@ def test_a_worse_one_is_kept_and_not_promoted(
     transcripts = told_by_the_plan(200, text=False)
     refit(transcripts, models, "good")
     untaught = Training("bad", fitting=Fitting(epochs=0))
-    monkeypatch.setattr("treadle_learned.refit.Training", lambda *_, **__: untaught)
+    monkeypatch.setattr("treadle_learned.training.Training", lambda *_, **__: untaught)
     found = refit(transcripts, models, "bad")
     assert not found.promoted and found.current_loss is not None and found.loss > found.current_loss
     assert (
@@ -67,7 +67,7 @@ def test_prompts_stay_in_their_parts_and_a_trained_backbone_stays_trained(
     models.promote("v1")
     # enough to tell the text from the numbers
     quick = Fitting(epochs=40, patience=15, batch=64, learning_rate=5e-3)
-    monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=quick))
+    monkeypatch.setattr("treadle_learned.training.Training", partial(Training, fitting=quick))
     refit(transcripts, models, "v2", seed=3)
     old, new = load(models.folder / "v1"), load(models.folder / "v2")
     assert new.notes["seed"] == 7 and old.tuned is not None and new.tuned is not None

@@ -141,8 +141,8 @@ def chat_of(tokenizer: Tokenizer) -> Chat:
 
 
 def _render(messages: Sequence[Message], _tools: object, begins: bool) -> str:
-    said = "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages)
-    return f"{said}{START}assistant\n" if begins else said
+    text = "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages)
+    return f"{text}{START}assistant\n" if begins else text
 
 
 TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same

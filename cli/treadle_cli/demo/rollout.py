@@ -162,7 +162,7 @@ async def _load(channel: grpc.aio.Channel) -> engine_pb2.Load | None:
 
 
 CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
-ASK_TIMEOUT_S = 10.0
+CALL_S = 10.0
 ARM = "rollout"
 
 
@@ -265,7 +265,7 @@ async def run_attached(
     """Run the work once, draw the report in `folder`, and return the exit code. model_path: holds
     the tokenizer."""
     chat = read_chat(model_path)
-    engines, policy = await _ask(scheduler)
+    engines, policy = await _read_mesh(scheduler)
     if not engines:
         raise UsageProblem(
             f"the scheduler at {scheduler} has no engine: start a sidecar that names it"
@@ -300,16 +300,12 @@ async def run_attached(
     return report_run(folder, Run(record, tuple(played.records)), console)
 
 
-async def _ask(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
+async def _read_mesh(scheduler: str) -> tuple[list[scheduler_pb2.RegisteredEngine], str]:
     """Return the engines of the mesh, and its policy in words."""
     async with reach_scheduler(scheduler) as stub:
         try:
-            engines = await stub.ListEngines(
-                scheduler_pb2.ListEnginesRequest(), timeout=ASK_TIMEOUT_S
-            )
-            policy = (
-                await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=ASK_TIMEOUT_S)
-            ).policy
+            engines = await stub.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=CALL_S)
+            policy = (await stub.GetPolicy(scheduler_pb2.GetPolicyRequest(), timeout=CALL_S)).policy
         except grpc.aio.AioRpcError as error:
             raise UsageProblem(
                 f"the scheduler at {scheduler} does not answer: {error.details()}"

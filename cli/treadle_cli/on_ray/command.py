@@ -78,11 +78,11 @@ def up_on_ray(given: RayOptions, as_json: bool, out: Console) -> None:
         options |= {"num_cpus": given.cpus, "max_restarts": -1, "resources": ON_HEAD}
         with exits.err.status("starting the mesh"):
             steward = ray.remote(Steward).options(**options).remote(plan)
-            problem = _ask(ray, steward.until_serving.remote())
+            problem = _get(ray, steward.until_serving.remote())
             if problem:
                 _end_mesh(ray)
                 raise UsageProblem(f"the mesh did not start: {problem}")
-        mesh = _ask(ray, steward.describe.remote())
+        mesh = _get(ray, steward.describe.remote())
     if as_json:
         print_json(mesh)
         return
@@ -123,7 +123,7 @@ def _connected(address: str, runtime_env: Mapping[str, Any]) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _ask(ray: Any, answer: Any) -> Any:
+def _get(ray: Any, answer: Any) -> Any:
     """Return an actor's answer. Raises UsageProblem where the actor cannot run."""
     try:
         return ray.get(answer)

@@ -191,15 +191,15 @@ def _describe_span(trajectory: TrajectoryRecord, span: SpanRecord) -> str:
 
 def _describe_forecast(forecast: ForecastRecord) -> str:
     after_s = forecast.came_s - forecast.asked_s
-    said = (
+    text = (
         f"forecast after {forecast.turn} steps by {html.escape(forecast.model_version)}, "
         f"{after_s:.3f} s later"
     )
     if forecast.next_queued_s is None:
-        return said
+        return text
     ahead_s = forecast.next_queued_s - forecast.came_s
     return (
-        f"{said}; the next step was queued {abs(ahead_s):.3f} s "
+        f"{text}; the next step was queued {abs(ahead_s):.3f} s "
         f"{'after' if ahead_s > 0 else 'before'} it came"
     )
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc
 import grpc.aio
+from tenacity import retry, retry_if_exception, wait_fixed
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle_core.model import DecodeCurve
@@ -143,6 +144,7 @@ def require_room(plan: ResourcePlan, accelerator: str, available: int) -> None:
 
 
 CALL_TIMEOUT_S = 10.0
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 LOOK_S = 0.5  # between two requests to the scheduler
 START_TIMEOUT_S = 1800.0  # 30 to 60 s for a small model on a CPU; a large one loads for minutes
 GONE_TIMEOUT_S = 180.0  # an engine that stops drains its steps first: 120 s in k8s/base
@@ -325,30 +327,27 @@ async def _until_measured(
         ) from None
 
 
+def is_away(error: BaseException) -> bool:
+    """Return whether a call failed because the scheduler does not answer, e.g. restarts."""
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() in AWAY
+
+
+@retry(retry=retry_if_exception(is_away), wait=wait_fixed(LOOK_S))
 async def _registered(scheduler: "SchedulerServiceAsyncStub") -> dict[str, DecodeCurve]:
     """Return the curve of each engine that the scheduler has. Repeats the request while it does not
-    answer, e.g. restarts."""
-    while True:
-        try:
-            answer = await scheduler.ListEngines(
-                scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                raise
-            await asyncio.sleep(LOOK_S)
-        else:
-            return {each.info.engine_id: _curve(each) for each in answer.engines}
+    answer."""
+    answer = await scheduler.ListEngines(scheduler_pb2.ListEnginesRequest(), timeout=CALL_TIMEOUT_S)
+    return {each.info.engine_id: _curve(each) for each in answer.engines}
 
 
 def _curve(engine: scheduler_pb2.RegisteredEngine) -> DecodeCurve:
-    said = engine.info.decode_curve
+    reported = engine.info.decode_curve
     return DecodeCurve(
         *(
-            said.base_s,
-            said.per_sequence_s,
-            said.per_kv_token_s,
-            said.prefill_tokens_per_s,
-            said.prefill_pair_s,
+            reported.base_s,
+            reported.per_sequence_s,
+            reported.per_kv_token_s,
+            reported.prefill_tokens_per_s,
+            reported.prefill_pair_s,
         )
     )

@@ -112,10 +112,10 @@ def _panel(
     last = max(range(len(times)), key=lambda index: times[index].finished_s)
     shown = [(index, "") for index in longest] + ([] if last in longest else [(last, "last: ")])
     best = " (the best baseline)" if run.system.name == comparison.best_baseline else ""
-    name, _, told = run.system.title.partition(": ")
+    name, _, how = run.system.title.partition(": ")
     return Panel(
         name=run.system.name,
-        title=f"{name}{best}" + (f": {told}" if told else ""),
+        title=f"{name}{best}" + (f": {how}" if how else ""),
         engines=run.cluster.describe(),
         makespan_s=run.outcome.makespan_s,
         lanes=tuple(

@@ -248,14 +248,14 @@ class Pages:
         return StreamingResponse(self._feed.events(last_id), media_type="text/event-stream")
 
     async def trajectory(self, request: Request) -> Response:
-        asked = pb.GetTrajectoryRequest(
+        wanted = pb.GetTrajectoryRequest(
             trajectory_id=request.query_params.get("id", ""), history=True
         )
         try:
-            said = await self._scheduler.GetTrajectory(asked, timeout=CALL_S)
+            found = await self._scheduler.GetTrajectory(wanted, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
             return _refuse_as(error)
-        return Response(convert.to_json(convert.history_view(said)), media_type="application/json")
+        return Response(convert.to_json(convert.history_view(found)), media_type="application/json")
 
     async def tail(self, request: Request) -> Response:
         try:
@@ -293,9 +293,9 @@ async def _read_action(request: Request) -> tuple[str, str]:
         body += part
         if len(body) > MOST_CONTROL_BYTES:
             raise ValueError(f"the body: must have {MOST_CONTROL_BYTES} bytes at most")
-    asked = json.loads(body)
+    wanted = json.loads(body)
     found = (
-        [asked.get(name, "") for name in ("action", "engine")] if isinstance(asked, dict) else []
+        [wanted.get(name, "") for name in ("action", "engine")] if isinstance(wanted, dict) else []
     )
     if not found or not all(isinstance(each, str) for each in found):
         raise ValueError('the body: must be an object with "action" and "engine", both texts')
