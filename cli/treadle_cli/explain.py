@@ -74,6 +74,21 @@ SIMULATED = (
     "trajectories begun at once."
 )
 LEAST_SHOWN_S = 5e-4
+_DECISION = ("kind", "engine_id", "reason")
+FCFS = System(
+    "fcfs",
+    "first come, first served: trajectories in the order of opening, on the least loaded engine",
+    Policy(ordering=Ordering.FCFS, placement=PlacementRule.STICKY, migrate=False, preempt=False),
+)
+POLICIES = (FCFS, STICKY, VERL, TREADLE)
+PREDICTOR = "siblings"  # of Treadle: what the product's estimator learns while the rollout runs
+MOST_REPLAYED = 4_096  # trajectories, which takes about a minute
+CALL_S = 10.0
+MOST_CALLS = 16  # most requests at once
+PAGE = 1_000
+UNKNOWN_KV_TOKENS = 1 << 30  # where an engine does not report what it holds: room for all
+TOOL_S = 1e-3  # between two steps less is no tool call: a long turn continues in another call
+STATES = words_of(pb.TrajectoryState)
 
 
 def explain(
@@ -225,25 +240,12 @@ class Explanation:
         return table
 
 
-_DECISION = ("kind", "engine_id", "reason")
-
-
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in columns:
         numeric = name in ("seconds", "share", "at", "this one ends", "the rollout ends")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric)
     return table
-
-
-FCFS = System(
-    "fcfs",
-    "first come, first served: trajectories in the order of opening, on the least loaded engine",
-    Policy(ordering=Ordering.FCFS, placement=PlacementRule.STICKY, migrate=False, preempt=False),
-)
-POLICIES = (FCFS, STICKY, VERL, TREADLE)
-PREDICTOR = "siblings"  # of Treadle: what the product's estimator learns while the rollout runs
-MOST_REPLAYED = 4_096  # trajectories, which takes about a minute
 
 
 def play(system: System, workload: Workload, cluster: Cluster) -> tuple[Outcome, Controller]:
@@ -310,14 +312,6 @@ def explain_trace(name: str, request: Request) -> Explanation:
 
 def _fate(system: System, outcome: Outcome, index: int) -> Fate:
     return Fate(system.name, system.title, outcome.times[index].finished_s, outcome.makespan_s)
-
-
-CALL_S = 10.0
-MOST_CALLS = 16  # most requests at once
-PAGE = 1_000
-UNKNOWN_KV_TOKENS = 1 << 30  # where an engine does not report what it holds: room for all
-TOOL_S = 1e-3  # between two steps less is no tool call: a long turn continues in another call
-STATES = words_of(pb.TrajectoryState)
 
 
 async def explain_live(trajectory_id: str, scheduler: str, progress: Console) -> Explanation:

@@ -26,6 +26,14 @@ from treadle_cli.exits import UsageProblem
 from treadle_cli.options import AsJson, print_json
 from treadle_cli.report.style import render
 
+DPI = 100
+# least extent of the time axis around the points, so that noise of a per cent is no visible trend
+LEAST_SPAN = 1.3
+PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
+COLOURS = colormaps["viridis"]
+CONTEXTS = LogNorm(256, 32_768)
+DEGREE_COLOURS = {1: "#777777", 2: "#4477aa", 4: "#228833", 8: "#ee6677"}
+
 
 def fit(
     profile: Annotated[
@@ -64,15 +72,6 @@ def fit_profile(file: Path, out_folder: Path | None) -> tuple[dict[str, Any], st
         (out_folder / f"{file.stem}-fit.json").write_text(json.dumps(figures, indent=1) + "\n")
         draw_measured(measured, out_folder / f"{file.stem}-fit.png")
     return figures, render("treadle_cli", "fit_profile.md.j2", fit=measured)
-
-
-DPI = 100
-# least extent of the time axis around the points, so that noise of a per cent is no visible trend
-LEAST_SPAN = 1.3
-PLAIN = FuncFormatter(lambda value, _: f"{value:g}")
-COLOURS = colormaps["viridis"]
-CONTEXTS = LogNorm(256, 32_768)
-DEGREE_COLOURS = {1: "#777777", 2: "#4477aa", 4: "#228833", 8: "#ee6677"}
 
 
 def draw_measured(measured: MeasuredEngine, path: Path) -> None:

@@ -40,6 +40,21 @@ if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
 
 REFRESH_S = 1.0
+CALL_S = 5.0
+PAGE = 1_000
+SPARE = 20.0  # 5% of the scheduler's core at most
+TAIL = 0.1  # share of a rollout's samples that the straggler tax counts
+SHOWN_MOVES = 8
+RATE_S = 10.0  # how far back rates look, or to the answer before where that is longer ago
+MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.TrajectoryState)
+BAR = 6  # characters
+VERSION = 8  # last characters of a weight version
+MOST = 24  # last characters of a name in a row of several
+SHOWN_ENGINES, SHOWN_ROLLOUTS, DRAWN_MOVES = 12, 3, 4
+HEALTH_STYLES = {"ok": "green", "lost": "bold red"}  # else yellow
+UNKNOWN = "–"
+OLD_S = 3.0  # age from which trajectories are marked as such
+NO_ROLLOUT = "(no rollout)"
 
 
 def top(
@@ -77,15 +92,6 @@ async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> in
                 except grpc.aio.AioRpcError:
                     # the scheduler restarts, or another one leads: the last state stays
                     live.update(Screen(snapshot, time.monotonic() - answered_s), refresh=True)
-
-
-CALL_S = 5.0
-PAGE = 1_000
-SPARE = 20.0  # 5% of the scheduler's core at most
-TAIL = 0.1  # share of a rollout's samples that the straggler tax counts
-SHOWN_MOVES = 8
-RATE_S = 10.0  # how far back rates look, or to the answer before where that is longer ago
-MOVE_STATES, STATES = words_of(migrator_pb2.MigrationState), words_of(pb.TrajectoryState)
 
 
 @dataclass(frozen=True)
@@ -369,16 +375,6 @@ def describe_policy(policy: pb.Policy) -> str:
 
 def _unix_s(stamp: Any) -> float:
     return float(stamp.ToNanoseconds() / 1e9)
-
-
-BAR = 6  # characters
-VERSION = 8  # last characters of a weight version
-MOST = 24  # last characters of a name in a row of several
-SHOWN_ENGINES, SHOWN_ROLLOUTS, DRAWN_MOVES = 12, 3, 4
-HEALTH_STYLES = {"ok": "green", "lost": "bold red"}  # else yellow
-UNKNOWN = "–"
-OLD_S = 3.0  # age from which trajectories are marked as such
-NO_ROLLOUT = "(no rollout)"
 
 
 class Screen:

@@ -48,6 +48,22 @@ LAKE_SIZES = (4, 8)
 TURNS_MEDIAN, TURNS_SIGMA = 2.5, 0.82  # sigma of the natural logarithm
 TURN_TOKENS_MEDIAN, TURN_TOKENS_SIGMA = 10.0, 0.3
 LEAST_TURNS = 2  # a program and an answer
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same
+MOST_OUTPUT_CHARS = 300  # that the model reads of a tool's output: it understands less
+ANSWER_TOKENS = 24  # an answer is a number or a word
+LAKE_LEAD, CODE_LEAD, ANSWER_LEAD = "I move", "```python\nprint(", "Answer:"
+FENCE = "```"  # ends a block of Python, and the turn
+LAKE_HINT = "Name one move: left, down, right or up."
+CODE_HINT = "Print the result with one line of Python."
+RETRY_HINT = "That printed no result. Try again with one line of Python."
+_DIRECTION = re.compile(r"\b(left|down|right|up)\b", re.IGNORECASE)
+_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
+_ANSWERS = (
+    re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE),
+    re.compile(r"\\boxed\{([^{}]*)\}"),
+)
+_MARKUP = " \t*`$\"'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +125,6 @@ def _make(chat: Chat, index: int, rank: int, count: int, seed: int, epoch: int) 
     return Prompt(task.id, chat.head(task.messages), task)
 
 
-START, END = "<|im_start|>", "<|im_end|>"
-
-
 def read_chat(model_path: str) -> Chat:
     """Return the chat of a model's folder, from its tokenizer.json. Raises UsageProblem where there
     is none, or no ChatML."""
@@ -143,16 +156,6 @@ def chat_of(tokenizer: Tokenizer) -> Chat:
 def _render(messages: Sequence[Message], _tools: object, begins: bool) -> str:
     text = "".join(f"{START}{message['role']}\n{message['content']}{END}\n" for message in messages)
     return f"{text}{START}assistant\n" if begins else text
-
-
-TEMPERATURE = 1.0  # a policy explores: greedy samples of one prompt would all be the same
-MOST_OUTPUT_CHARS = 300  # that the model reads of a tool's output: it understands less
-ANSWER_TOKENS = 24  # an answer is a number or a word
-LAKE_LEAD, CODE_LEAD, ANSWER_LEAD = "I move", "```python\nprint(", "Answer:"
-FENCE = "```"  # ends a block of Python, and the turn
-LAKE_HINT = "Name one move: left, down, right or up."
-CODE_HINT = "Print the result with one line of Python."
-RETRY_HINT = "That printed no result. Try again with one line of Python."
 
 
 class DemoEnvironment(Environment):
@@ -225,15 +228,6 @@ class _Play(Episode):
             stop=(FENCE,) if lead == CODE_LEAD else (),
         )
         return Turn([user(message)], reward, lead=lead, sampling=sampling)
-
-
-_DIRECTION = re.compile(r"\b(left|down|right|up)\b", re.IGNORECASE)
-_FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
-_ANSWERS = (
-    re.compile(r"answer\s*(?:is|:|=)\s*\**\s*([^\n*]+)", re.IGNORECASE),
-    re.compile(r"\\boxed\{([^{}]*)\}"),
-)
-_MARKUP = " \t*`$\"'"
 
 
 def read_action(task: Task, text: str) -> dict[str, str] | None:

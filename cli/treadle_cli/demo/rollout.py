@@ -36,6 +36,9 @@ POLL_S = 1.0  # between requests to the sidecars
 POLL_TIMEOUT_S = 2.0
 LEAST_PART_FOR_ESTIMATE = 0.1  # share of turns: before that an estimate of the time left is a guess
 PLAIN_LINE_S = 10.0  # between lines where there is no terminal
+CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
+CALL_S = 10.0
+ARM = "rollout"
 
 
 class LiveBoard(Board):
@@ -159,11 +162,6 @@ async def _load(channel: grpc.aio.Channel) -> engine_pb2.Load | None:
         return None
     load: engine_pb2.Load = answer.load
     return load if load.engine_healthy else None
-
-
-CLEANUP_S = 2.0  # after Ctrl-C the mesh ends too: no need to close every trajectory
-CALL_S = 10.0
-ARM = "rollout"
 
 
 def time_stamp() -> str:

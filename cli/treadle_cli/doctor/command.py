@@ -31,6 +31,10 @@ from treadle_cli.options import DEFAULT_PORT, MOST_PORT, AsJson
 Urls = Annotated[
     list[str] | None, typer.Argument(help="SGLang servers to look at, e.g. http://127.0.0.1:30000.")
 ]
+SUBJECT = "this machine"
+SERVICES_GB = 1.2  # what a mesh needs at rest without engines (docs/operations.md)
+LEAST_FILES = 4096  # a trajectory has about two connections; many systems allow 1024 files
+GB = 1e9
 
 
 def doctor(
@@ -66,12 +70,6 @@ async def run_doctor(
 
             findings += await check_mesh(scheduler)
     return report(findings, json_only, out)
-
-
-SUBJECT = "this machine"
-SERVICES_GB = 1.2  # what a mesh needs at rest without engines (docs/operations.md)
-LEAST_FILES = 4096  # a trajectory has about two connections; many systems allow 1024 files
-GB = 1e9
 
 
 def check_machine(base_port: int) -> Iterator[Finding]:

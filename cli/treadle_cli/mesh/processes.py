@@ -36,6 +36,14 @@ LOWEST = 10_000  # above the ports of well-known services
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
 CANDIDATES = 1_000  # ports that are tried, at most
+T = TypeVar("T")
+STOP_GRACE_S = (
+    5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
+)
+POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
+TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
+_HERE = Path(__file__).parent
+_PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
 
 
 class Ports:
@@ -75,16 +83,6 @@ def is_free(port: int, host: str = HOST) -> bool:
         except OSError:
             return False
         return True
-
-
-T = TypeVar("T")
-STOP_GRACE_S = (
-    5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
-)
-POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
-TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
-_HERE = Path(__file__).parent
-_PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
 
 
 class Child:

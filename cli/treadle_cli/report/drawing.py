@@ -62,6 +62,12 @@ CANCELLED = (
 )
 ROW_PX = 15  # height of a trajectory's row; its label is 10 px
 PANEL_PX = 60  # title and margin of a panel
+WIDTH_IN = 13.0
+ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits
+MOST_LABELLED_ROWS = 64  # beyond it row labels would overlap, and are left out
+DPI = 150
+MAKESPAN_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
+TITLE: dict[str, Any] = {"loc": "left", "size": 11, "weight": "bold"}
 
 
 def render_run(folder: Path, console: Console) -> None:
@@ -202,14 +208,6 @@ def _describe_forecast(forecast: ForecastRecord) -> str:
         f"{text}; the next step was queued {abs(ahead_s):.3f} s "
         f"{'after' if ahead_s > 0 else 'before'} it came"
     )
-
-
-WIDTH_IN = 13.0
-ROW_IN = 0.145  # height of a trajectory's row: a label of 6.5 points fits
-MOST_LABELLED_ROWS = 64  # beyond it row labels would overlap, and are left out
-DPI = 150
-MAKESPAN_LINE: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1}
-TITLE: dict[str, Any] = {"loc": "left", "size": 11, "weight": "bold"}
 
 
 def draw_picture(run: Run, figures: Sequence[PlayFigures], path: Path) -> None:

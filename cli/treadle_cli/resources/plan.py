@@ -32,6 +32,13 @@ if TYPE_CHECKING:
 
 MOST_ENGINES = 4_096  # most engines of a plan; more are a mistake
 MOST_DEGREE = 1_024
+CALL_TIMEOUT_S = 10.0
+AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+LOOK_S = 0.5  # between two requests to the scheduler
+START_TIMEOUT_S = 1800.0  # 30 to 60 s for a small model on a CPU; a large one loads for minutes
+GONE_TIMEOUT_S = 180.0  # an engine that stops drains its steps first: 120 s in k8s/base
+# The scheduler's answer for an engine that reported no curve.
+UNMEASURED = DecodeCurve()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,15 +148,6 @@ def require_room(plan: ResourcePlan, accelerator: str, available: int) -> None:
             "degree or a count"
         )
         require(taken <= available, f"{field}.count", limit)
-
-
-CALL_TIMEOUT_S = 10.0
-AWAY = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-LOOK_S = 0.5  # between two requests to the scheduler
-START_TIMEOUT_S = 1800.0  # 30 to 60 s for a small model on a CPU; a large one loads for minutes
-GONE_TIMEOUT_S = 180.0  # an engine that stops drains its steps first: 120 s in k8s/base
-# The scheduler's answer for an engine that reported no curve.
-UNMEASURED = DecodeCurve()
 
 
 class EngineFailed(Exception):  # noqa: N818 - named as what happened

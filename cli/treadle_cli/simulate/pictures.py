@@ -36,6 +36,22 @@ from treadle_cli.simulate.output import Sentences, text_tables
 MOST_BARS = 12  # trajectories of a panel
 CELLS = 900  # cells of time: about one a pixel
 Floats = npt.NDArray[np.float64]
+WIDTH_IN, DPI = 12.0, 110
+STRIP_IN = 0.85  # height of a system's engines
+ROW_IN = 0.15  # height of a trajectory: a label of 6.5 points fits
+TITLE_IN, HEAD_IN, FOOT_IN, GAP_IN = 0.36, 0.84, 0.36, 0.08
+LEFT, RIGHT = 0.155, 0.975
+BAR_KINDS = ("queue", "prefill", "decode", "tool")
+# White is idle. One sequence looks different from none, which a linear scale to a hundred would
+# hide.
+BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3", "#0B2545"])
+BATCH_POWER = 0.5
+BOUND = "#CC3D3D"
+# Sizes of the page, in pixels.
+ROW_PX, STRIP_PX, GAP_PX = 16, 110, 40
+BATCH_SCALE = [[0.0, "#FFFFFF"], [0.001, "#C9D6E2"], [0.3, "#5B7FA3"], [1.0, "#0B2545"]]
+PREFILL_SCALE = [[0.0, "rgba(86,180,233,0)"], [1.0, COLOURS["prefill"]]]
+FOLDED_CELLS = 2  # cells of the picture in one of the page: zooming does not need them to be finer
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,25 +187,6 @@ def average_cells(
     return mean(np.maximum(batches, 0.0)), np.clip(
         mean((batches < 0.0).astype(np.float64)), 0.0, 1.0
     )
-
-
-WIDTH_IN, DPI = 12.0, 110
-STRIP_IN = 0.85  # height of a system's engines
-ROW_IN = 0.15  # height of a trajectory: a label of 6.5 points fits
-TITLE_IN, HEAD_IN, FOOT_IN, GAP_IN = 0.36, 0.84, 0.36, 0.08
-LEFT, RIGHT = 0.155, 0.975
-BAR_KINDS = ("queue", "prefill", "decode", "tool")
-# White is idle. One sequence looks different from none, which a linear scale to a hundred would
-# hide.
-BATCH_COLOURS = LinearSegmentedColormap.from_list("batch", ["#C9D6E2", "#5B7FA3", "#0B2545"])
-BATCH_POWER = 0.5
-BOUND = "#CC3D3D"
-
-# Sizes of the page, in pixels.
-ROW_PX, STRIP_PX, GAP_PX = 16, 110, 40
-BATCH_SCALE = [[0.0, "#FFFFFF"], [0.001, "#C9D6E2"], [0.3, "#5B7FA3"], [1.0, "#0B2545"]]
-PREFILL_SCALE = [[0.0, "rgba(86,180,233,0)"], [1.0, COLOURS["prefill"]]]
-FOLDED_CELLS = 2  # cells of the picture in one of the page: zooming does not need them to be finer
 
 
 def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
