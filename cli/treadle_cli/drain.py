@@ -125,4 +125,8 @@ async def _answer(call: Callable[[], Awaitable[Answer]], engine: str, status: St
         before_sleep=show_wait,
         reraise=True,
     )
-    return await retrying(call)
+
+    async def attempt() -> Answer:  # tenacity does not await what a lambda returns
+        return await call()
+
+    return await retrying(attempt)
