@@ -30,7 +30,9 @@ Track = Callable[[Iterable[int], int], Iterable[int]]
 Bar = Callable[[str], Track]  # the same as in treadle_learned.examples
 
 predictor = typer.Typer(
-    no_args_is_help=True, help="Learn from ended trajectories how long running ones will be."
+    name="predictor",
+    no_args_is_help=True,
+    help="Learn from ended trajectories how long running ones will be.",
 )
 out = Console()
 
