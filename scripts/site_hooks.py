@@ -118,10 +118,11 @@ def matches(page: str, pattern: str) -> bool:
 def describe_commands() -> str:
     """Return a page with every command of `treadle`, its arguments and options."""
     import typer
-    from treadle_cli.app import app
+    from treadle_cli.app import COMMANDS, app, load_command
     from typer.cli import get_docs_for_click
 
     command: Any = typer.main.get_command(app)
+    command.commands |= {name: load_command(name) for name in COMMANDS}
     for each in (*command.commands.values(), *command.commands["predictor"].commands.values()):
         # without this the lists of commands cut the text at 45 characters
         each.short_help = (each.help or "").split("\n\n")[0]

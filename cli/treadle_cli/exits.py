@@ -18,9 +18,22 @@ from typing import Any, NoReturn
 import typer
 from rich.console import Console
 
-from treadle_cli.problems import UsageProblem
-
 INTERRUPTED = 130  # exit code that a shell gives for SIGINT
+FAILED, USER_CAN_HELP = 1, 2
+
+err = Console(stderr=True, soft_wrap=True)
+
+Errors = tuple[type[Exception], ...]
+
+
+class UsageProblem(Exception):  # noqa: N818 - it is for the user to solve
+    """Raised where the user can correct something. The message names what is missing or wrong and
+    what to do; the command prints it and exits with 2."""
+
+
+class Failure(Exception):  # noqa: N818 - as the exit code is called
+    """Raised where something failed that a command had started; the command prints the message and
+    exits with 1."""
 
 
 def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]]) -> int:
@@ -53,13 +66,6 @@ def run_interruptible(main: Callable[[asyncio.Event], Coroutine[Any, Any, int]])
     return asyncio.run(run_main())
 
 
-FAILED, USER_CAN_HELP = 1, 2
-
-err = Console(stderr=True, soft_wrap=True)
-
-Errors = tuple[type[Exception], ...]
-
-
 # These import when an error is there, since a command that meets none needs neither the client nor
 # the simulator.
 def _for_users() -> Errors:
@@ -73,18 +79,14 @@ def _while_it_ran() -> Errors:
     """Return the errors of meshes and of processes."""
     from treadle import TreadleError
 
-    from treadle_cli.mesh.processes import ProcessError
-
-    return ProcessError, TreadleError
+    return Failure, TreadleError
 
 
 def _of_files() -> Errors:
     """Return the errors of files that a command reads."""
-    from treadle_learned.errors import LearnedError
+    from treadle_learned.transcript import LearnedError
 
-    from treadle_cli.report.records import RecordError
-
-    return LearnedError, RecordError, OSError
+    return LearnedError, OSError
 
 
 def _known() -> Errors:

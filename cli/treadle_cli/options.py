@@ -1,19 +1,22 @@
-"""Define options that several commands share, and the folder that a command writes to."""
+"""Define options that several commands share, where commands print, and the folder that a run is
+written to."""
 
+import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem, err
 
 DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_OUT = Path("runs")
-DEFAULT_DAYS = 90  # for which certificates are valid
+
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then
 # the memory.
 MOST_GPUS, MOST_SLOTS = 1_024, 4_096
@@ -86,6 +89,17 @@ Profile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written to.")]
+
+
+def choose_console(as_json: bool) -> Console:
+    """Return where a command shows its progress and its tables: with --json, stdout is for one JSON
+    object."""
+    return err if as_json else Console()
+
+
+def print_json(found: Mapping[str, Any]) -> None:
+    """Print the one line of --json."""
+    typer.echo(json.dumps(found))
 
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:

@@ -1,20 +1,48 @@
 """Show what shaping does to the distribution that is trained on, at a glance: of a rollout, or of a
 history."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.text import Text
 from treadle import Client, Distribution, ShapingReport, Timeouts
 
-from treadle_cli.problems import UsageProblem
-from treadle_cli.report.palette import COLOURS
-from treadle_cli.scheduler import own_certificates
+from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.scheduler import own_certificates
+from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, print_json
+from treadle_cli.report.style import COLOURS
 
 CALL_S = 10.0
 WIDTH = 48  # characters of a line from the least to the largest value
 KINDS = (("sampled", COLOURS["queue"]), ("trained", COLOURS["decode"]))
 HARDLY = 0.1  # a distance of Kolmogorov and Smirnov that a few hundred samples show by chance
+
+
+def shaping(
+    rollout: Annotated[str, typer.Argument(help="Id of a rollout of the mesh.")] = "",
+    history: Annotated[
+        str, typer.Option(help="Instead: a history, of which all rollouts that are over count.")
+    ] = "",
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
+    as_json: AsJson = False,
+) -> None:
+    """Say what shaping does to the distribution that is trained on, and which kinds of samples it
+    starves."""
+
+    async def run(_: asyncio.Event) -> int:
+        report = await read_shaping(scheduler, rollout, history)
+        if as_json:
+            print_json(asdict(report))
+        else:
+            print_shaping(report, rollout or history, Console())
+        return 0
+
+    exits.run(run)
 
 
 async def read_shaping(scheduler: str, rollout_id: str, history: str) -> ShapingReport:

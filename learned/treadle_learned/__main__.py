@@ -39,9 +39,8 @@ def main(words: Sequence[str] | None = None) -> int:
     from transformers.utils import logging
 
     from treadle_learned.checkpoint import ModelsFolder
-    from treadle_learned.errors import LearnedError
-    from treadle_learned.refit import refit
-    from treadle_learned.transcript import read_transcripts
+    from treadle_learned.training import refit
+    from treadle_learned.transcript import LearnedError, read_transcripts
 
     logging.disable_progress_bar()
     try:

@@ -26,8 +26,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
 from treadle_core.compiled import has_bf16
 
-from treadle_learned.errors import LearnedError
 from treadle_learned.reading import Read, cut, layers
+from treadle_learned.transcript import LearnedError
 
 DEFAULT = "Qwen/Qwen3-0.6B"
 LOADING_ERRORS = (OSError, ValueError, KeyError)  # of transformers

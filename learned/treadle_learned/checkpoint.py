@@ -25,12 +25,11 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from treadle_learned.backbone import Backbone, load_tuned
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States, Track, without_text
 from treadle_learned.head import QuantileHead
 from treadle_learned.moments import FEATURES, Moment
 from treadle_learned.reading import Bounds
-from treadle_learned.transcript import Transcript, replace_file
+from treadle_learned.transcript import LearnedError, Transcript, replace_file
 
 ABOUT, HEAD, POINTER = "predictor.json", "head.safetensors", "current"
 # as in a Checkpoint

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from treadle_learned.backbone import Backbone
-from treadle_learned.errors import LearnedError
 from treadle_learned.moments import Moment, replay_apart
 from treadle_learned.reading import Bounds, Ids, windows
-from treadle_learned.transcript import Transcript
+from treadle_learned.transcript import LearnedError, Transcript
 
 # a progress bar: what to go over, and how many
 Track = Callable[[Iterable[int], int], Iterable[int]]

@@ -20,11 +20,14 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from treadle_learned.errors import LearnedError
-
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1)]
 STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+class LearnedError(ValueError):
+    """A file, backbone, checkpoint or training that cannot be used; the message states what is
+    wrong and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

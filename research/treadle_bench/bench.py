@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
-from treadle_cli.problems import UsageProblem
 
 from treadle_bench.page import render
 

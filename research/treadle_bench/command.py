@@ -13,10 +13,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from treadle_cli import exits
-from treadle_cli.app import DEFAULT_SLOTS, PASS_FLAGS, engine_plan
-from treadle_cli.mesh.engines import DEFAULT_MODEL
+from treadle_cli.app import PASS_FLAGS
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.engines import DEFAULT_MODEL, DEFAULT_SLOTS, engine_plan
 from treadle_cli.options import Model, Seed, Slots
-from treadle_cli.problems import UsageProblem
 
 from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from treadle_cli.report.gantt import use_font
-from treadle_cli.report.palette import COLOURS, FAINT, GRID
+from treadle_cli.report.style import COLOURS, FAINT, GRID
 
 WIDTH_IN, DPI = 11.0, 150
 BARS_WIDTH = 0.84  # fraction of a group's width that its bars take

@@ -17,8 +17,7 @@ from treadle_cli.mesh.engines import (
     until_healthy,
 )
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
-from treadle_cli.mesh.ports import HOST
-from treadle_cli.mesh.processes import ProcessTree
+from treadle_cli.mesh.processes import HOST, ProcessTree
 from treadle_cli.mesh.services import read_ready_file, start_nats
 
 from treadle_bench.bench import BenchOptions

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.workloads.parametric import CODING, split
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 

@@ -1,8 +1,11 @@
-"""Parts of a simulated mesh: engines, the link between them, latencies and failures, and the
-placement service."""
+"""Parts of a simulated mesh: the virtual clock, engines, the link between them, latencies and
+failures, and the placement service."""
 
+import heapq
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from treadle_core.actions import AskPlan
 from treadle_core.events import PlanArrived
@@ -11,6 +14,37 @@ from treadle_core.placing import placement
 from treadle_core.placing.workload import Workspace
 
 from treadle_sim.engine_model import EngineModel
+
+
+class Timeline:
+    """Queue of calls to make at virtual times. `now` is the time of the present call; it never goes
+    back."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def at(self, time_s: float, call: Callable[..., object], *arguments: object) -> None:
+        """Make the call at `time_s`, or now if that has passed."""
+        self._count += 1
+        heapq.heappush(self._heap, (max(time_s, self.now), self._count, call, arguments))
+
+    def after(self, delay_s: float, call: Callable[..., object], *arguments: object) -> None:
+        """Make the call after `delay_s` seconds."""
+        self.at(self.now + delay_s, call, *arguments)
+
+    @property
+    def idle(self) -> bool:
+        """Return whether no call waits."""
+        return not self._heap
+
+    def run(self, while_true: Callable[[], bool]) -> None:
+        """Make calls in order until none is left or `while_true` returns False."""
+        heap = self._heap
+        while heap and while_true():
+            self.now, _, call, arguments = heapq.heappop(heap)
+            call(*arguments)
 
 
 @dataclass(frozen=True, slots=True)

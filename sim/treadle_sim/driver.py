@@ -19,13 +19,12 @@ from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
 from treadle_sim.batch import EngineStep
-from treadle_sim.cluster import Cluster, SimPlacement, declare, engine_id, engine_index
+from treadle_sim.cluster import Cluster, SimPlacement, Timeline, declare, engine_id, engine_index
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Outcome, Progress, Span
 from treadle_sim.predictors import Predictor
-from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Workload
 
 TICK_S = 0.5  # as the scheduler service ticks

@@ -18,9 +18,9 @@ from types import MappingProxyType
 from treadle_core.engine_queue.preemptive_queue import Admit, Evict, Prefill, QueuePolicy, StepQueue
 
 from treadle_sim.batch import DecodeBatch, EngineStep, SpeculativeBatch, StepListener
+from treadle_sim.cluster import Timeline
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.kv_cache import KvCache
-from treadle_sim.timeline import Timeline
 
 UNBOUNDED = 1 << 40  # capacity of the queue: a rollout's client never gives up
 NONE_FINISHED: Mapping[str, int] = MappingProxyType({})

@@ -13,10 +13,9 @@ from treadle_core.events import Event, MoveAccepted, MoveEnded, SwitchRequested
 from treadle_core.refusals import Refusal
 from treadle_core.steps.transfers import Transfer, moves_by_storage, next_transfers
 
-from treadle_sim.cluster import Link, engine_index
+from treadle_sim.cluster import Link, Timeline, engine_index
 from treadle_sim.engine import SimEngine
 from treadle_sim.outcome import Progress
-from treadle_sim.timeline import Timeline
 
 
 class Migrator:

@@ -221,15 +221,19 @@ def test_no_module_is_a_drawer_for_everything() -> None:
     assert not named
 
 
-@pytest.mark.parametrize("module", ["treadle_predictor.wire", "treadle_cli.app"])
-def test_what_runs_without_a_learned_model_needs_no_torch(module: str) -> None:
+@pytest.mark.parametrize(
+    "script",
+    [
+        "import treadle_predictor.wire",
+        "from treadle_cli.app import COMMANDS, load_command; [*map(load_command, COMMANDS)]",
+    ],
+    ids=["predictor", "command line"],
+)
+def test_what_runs_without_a_learned_model_needs_no_torch(script: str) -> None:
     """In a process of its own, where neither torch nor transformers can be imported."""
     without = "import sys; sys.modules.update(torch=None, transformers=None); "
     done = subprocess.run(
-        [sys.executable, "-c", f"{without}import {module}"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", f"{without}{script}"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from treadle_cli.nats_rules import nats_config
+from treadle_cli.certs import nats_config
 from treadle_runtime.config import Settings, prefix_of
 from treadle_runtime.server import ALIVE
 from treadle_sidecar.engine.process import EngineSpec, engine_command
@@ -509,9 +509,7 @@ def test_prod_speaks_no_plaintext_between_pods() -> None:
 
 def test_the_nats_server_of_a_pod_lets_services_reach_what_the_rules_say() -> None:
     written = (ROOT / "k8s/components/mtls/nats.conf").read_text()
-    assert written == nats_config(Path("/tls"), in_pod=True), (
-        "write it again: treadle_cli.nats_rules"
-    )
+    assert written == nats_config(Path("/tls"), in_pod=True), "write it again: treadle_cli.certs"
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from nats import errors as nats_errors
 from support.conditions import until_said
 from support.nats_server import NatsServer
 from treadle.certificates import Certificates, open_channel
-from treadle_cli.authority import Authority, Identity, identities, make_certificates
-from treadle_cli.nats_rules import nats_config
+from treadle_cli.certs import Authority, Identity, identities, make_certificates, nats_config
 from treadle_runtime.bus import open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.identity.callers import server_credentials

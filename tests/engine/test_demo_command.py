@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
-from treadle_cli.report.accounting import time_by_kind
+from treadle_cli.report.figures import time_by_kind
 from treadle_cli.report.records import read_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from treadle import Client, Prompt, Sampling, Trajectory
 from treadle.environments import user
-from treadle_cli.demo.chatml import read_chat
+from treadle_cli.demo.agents import read_chat
 from treadle_cli.mesh.checks import engine_python, pinned_cores
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 from treadle_cli.mesh.mesh import Board, Mesh, MeshPlan

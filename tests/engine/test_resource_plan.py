@@ -10,12 +10,12 @@ import psutil
 import pytest
 from rich.console import Console
 from treadle import Client, Sampling
+from treadle_cli.apply import run_apply
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 from treadle_cli.mesh.mesh import Board, LocalEngines, Mesh, MeshPlan
 from treadle_cli.mesh.processes import ProcessTree
-from treadle_cli.problems import UsageProblem
-from treadle_cli.resources.command import run_apply
 from treadle_cli.resources.servicer import serve_resources
 from treadle_core.model import DEFAULT_BASE_S
 

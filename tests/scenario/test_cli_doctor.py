@@ -14,7 +14,7 @@ from support.scheduler import SchedulerClient, scheduler_client
 from support.secure_mesh import secure_mesh
 from treadle.certificates import FOLDER_VARIABLE
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.authority import make_certificates
+from treadle_cli.certs import make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING
 from treadle_cli.doctor.mesh import check_mesh
 

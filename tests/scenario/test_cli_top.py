@@ -24,11 +24,11 @@ from support.mesh_of_processes import PROMPT, Fleet, fleet
 from support.processes import StartService, free_port
 from treadle.migrator.v1 import migrator_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.scheduler import reach_scheduler
-from treadle_cli.top import snapshot as snapshots
-from treadle_cli.top.screen import Screen
-from treadle_cli.top.snapshot import (
+from treadle_cli import top as snapshots
+from treadle_cli.mesh.scheduler import reach_scheduler
+from treadle_cli.top import (
     EngineRow,
+    Screen,
     Snapshot,
     TrajectoryRow,
     Watcher,

@@ -10,7 +10,7 @@ import pytest
 from support.fake_chat import render, teach_chat, text_of, tokens_of, write_tokenizer
 from support.fake_sglang import END_TOKEN, expected
 from support.gateway import FrontDoor, front_door
-from treadle_cli.authority import make_certificates
+from treadle_cli.certs import make_certificates
 
 MODEL = "fake/model"
 USER = {"role": "user", "content": "What is 6 * 7?"}

@@ -17,7 +17,7 @@ from support.processes import StartService
 from treadle.common.v1.tokens_pb2 import TokenIds
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.predictor.facts import facts_of
+from treadle_cli.predictor.transcripts import facts_of
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import HEAD, POINTER, load
 from treadle_learned.transcript import Transcript, Turn

@@ -16,8 +16,8 @@ from support.fake_engine_cluster import FakeEngineCluster
 from support.scheduler import SchedulerClient, scheduler
 from treadle.engine.v1.engine_pb2 import DecodeCurve
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.problems import UsageProblem
-from treadle_cli.resources.command import run_apply
+from treadle_cli.apply import run_apply
+from treadle_cli.exits import UsageProblem
 
 MEASURED = DecodeCurve(base_s=0.02, per_sequence_s=0.001, prefill_tokens_per_s=9e4)
 LONG_S = 300.0  # no test waits for it

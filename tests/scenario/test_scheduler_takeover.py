@@ -33,7 +33,7 @@ from support.tcp_proxy import proxy
 from treadle.common.v1 import status_pb2
 from treadle.migrator.v1 import migrator_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.scheduler import reach_scheduler
+from treadle_cli.mesh.scheduler import reach_scheduler
 from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus
 from treadle_runtime.server import ALIVE, TASK_FAILED_EXIT_CODE

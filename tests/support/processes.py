@@ -15,7 +15,7 @@ from typing import Protocol
 import psutil
 from support.conditions import until
 from support.sandbox import need_sandbox
-from treadle_cli.mesh.ports import Ports
+from treadle_cli.mesh.processes import Ports
 from treadle_cli.mesh.services import SERVICE_MODULES
 from treadle_runtime.fork_server import ForkedProcess, ForkServer
 

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import require_bubblewrap
-from treadle_cli.problems import UsageProblem
 
 
 @cache

@@ -21,7 +21,7 @@ from support.mesh_in_process import QUICK
 from support.processes import fork_server
 from treadle.certificates import NATS_NAME, Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from treadle_cli.authority import make_certificates
+from treadle_cli.certs import make_certificates
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses
 from treadle_runtime.identity.seals import Sealer

@@ -13,9 +13,8 @@ from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY, Estimate, Outcome, Policy, Prediction, TicketRecord
 from treadle_core.tuning import Tuning
 from treadle_sim.batch import EngineStep
-from treadle_sim.cluster import SimPlacement, declare, engine_id, engine_index
+from treadle_sim.cluster import SimPlacement, Timeline, declare, engine_id, engine_index
 from treadle_sim.engine import SimEngine
-from treadle_sim.timeline import Timeline
 
 TICK_S = 0.5
 NEVER_S = 1e9

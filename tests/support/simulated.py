@@ -8,14 +8,13 @@ from typing import Any, TypeVar
 from treadle_core.actions import Action
 from treadle_core.events import Event
 from treadle_sim.batch import EngineStep
-from treadle_sim.cluster import Cluster
+from treadle_sim.cluster import Cluster, Timeline
 from treadle_sim.driver import Driver
 from treadle_sim.engine import NONE_FINISHED, SimEngine
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 Kind = TypeVar("Kind")

@@ -7,10 +7,9 @@ import sys
 
 import pytest
 import typer
-from treadle_cli.app import app
+from treadle_cli.app import COMMANDS, app, load_command
 from treadle_cli.options import complete_from
-
-NO_JSON = {"bench"}  # a distribution of its own takes its arguments
+from typer.testing import CliRunner
 
 
 def offered(*words: str) -> list[str]:
@@ -45,12 +44,21 @@ def test_a_list_with_commas_is_completed_at_its_end() -> None:
 
 
 def test_every_command_takes_json() -> None:
-    group = typer.main.get_command(app)
-    assert isinstance(group, typer.core.TyperGroup)
+    commands = {name: load_command(name) for name in COMMANDS}
     without = {
         name
-        for name, command in group.commands.items()
+        for name, command in commands.items()
         if not isinstance(command, typer.core.TyperGroup)
         and not any("--json" in parameter.opts for parameter in command.params)
     }
-    assert without == NO_JSON
+    assert not without
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "bench"])
+def test_help_shows_each_command_in_one_line_and_the_command_shows_its_own_help(name: str) -> None:
+    lines = CliRunner().invoke(app, ["--help"], terminal_width=80).output.splitlines()
+    shown = [line for line in lines if line.startswith(f"  {name} ")]
+    assert len(shown) == 1 and shown[0].endswith(".") and not shown[0].endswith("...")
+    if name in COMMANDS:
+        own = CliRunner().invoke(app, [name, "--help"])
+        assert own.exit_code == 0 and f" {name} [OPTIONS]" in own.output

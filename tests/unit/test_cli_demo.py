@@ -12,13 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from treadle import Prompt
 from treadle.environments import Chat
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.demo.agents import read_action
-from treadle_cli.demo.chatml import chat_of
+from treadle_cli.demo.agents import LEAST_TURNS, Task, chat_of, make_prompts, read_action
 from treadle_cli.demo.collect import CollectedFacts
-from treadle_cli.demo.live import LiveBoard
-from treadle_cli.demo.play import Work, play
-from treadle_cli.demo.tasks import LEAST_TURNS, Task, make_prompts
-from treadle_cli.problems import UsageProblem
+from treadle_cli.demo.rollout import LiveBoard, Work, play
+from treadle_cli.exits import UsageProblem
 
 LAKE = Task(
     "l",

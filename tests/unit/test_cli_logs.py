@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from treadle_cli.app import app
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.report.records import PlayRecord, Run, write_run
 from treadle_cli.simulate.logs import Log, read_log
 from treadle_cli.simulate.run_log import read_run_log

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 from support.conditions import until
-from treadle_cli.mesh import checks, ports
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh import checks, processes
 from treadle_cli.mesh.engines import KV_SHARE, EnginePlan, place_kv
 from treadle_cli.mesh.guardian import session_members
-from treadle_cli.mesh.ports import Ports, is_free
-from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.problems import UsageProblem
+from treadle_cli.mesh.processes import Child, Ports, ProcessError, ProcessTree, is_free
 
 # A parent with a folder for its children and two children: one with a grandchild in the background;
 # one that makes a temporary file, ignores SIGTERM and is stopped first.
@@ -201,15 +200,15 @@ async def test_kv_pages_are_in_memory_where_it_has_room_and_have_a_limit(tmp_pat
 def test_ports_differ_and_can_be_bound_and_the_kernel_gives_none_of_them_to_a_connection() -> None:
     chosen = Ports().choose(50)
     assert len(set(chosen)) == 50 and all(is_free(port) for port in chosen)
-    first = int(ports.EPHEMERAL_RANGE.read_text().split()[0])
-    assert all(ports.LOWEST <= port < first for port in chosen)
+    first = int(processes.EPHEMERAL_RANGE.read_text().split()[0])
+    assert all(processes.LOWEST <= port < first for port in chosen)
 
 
 def test_a_port_that_is_in_use_or_was_chosen_before_is_not_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ports_of_tree = Ports()
-    with socket.create_server((ports.HOST, ports_of_tree.choose(1)[0])) as taken:
+    with socket.create_server((processes.HOST, ports_of_tree.choose(1)[0])) as taken:
         port = taken.getsockname()[1]
         monkeypatch.setattr(random, "sample", lambda among, count: [port])
         assert not is_free(port)

@@ -15,7 +15,7 @@ from support.transcripts import told_by_the_plan
 from tokenizers import Tokenizer
 from treadle_cli.app import app
 from treadle_cli.predictor.commands import DEFAULT_BACKBONE
-from treadle_cli.predictor.sources import transcripts_of_run
+from treadle_cli.predictor.transcripts import transcripts_of_run
 from treadle_cli.report.records import Run, write_run
 from treadle_learned.backbone import DEFAULT
 from treadle_learned.checkpoint import ModelsFolder, load

@@ -16,17 +16,20 @@ from jinja2 import UndefinedError
 from rich.console import Console
 from support.runs import small_run, span, trajectory
 from treadle_cli.app import app
-from treadle_cli.report.accounting import (
+from treadle_cli.report.drawing import render_run
+from treadle_cli.report.figures import (
     KINDS,
     ForecastFigures,
     PlayFigures,
+    epoch_rows,
     forecast_figures,
+    headline,
+    losses,
     play_figures,
+    rows,
     tail_queue_share,
     time_by_kind,
 )
-from treadle_cli.report.comparison import epoch_rows, headline, losses, rows
-from treadle_cli.report.page import render_run
 from treadle_cli.report.records import (
     ForecastRecord,
     RecordError,
@@ -35,7 +38,7 @@ from treadle_cli.report.records import (
     read_run,
     write_run,
 )
-from treadle_cli.templates import render
+from treadle_cli.report.style import render
 from treadle_sim.workloads.workload import Step, read_traces
 from typer.testing import CliRunner
 

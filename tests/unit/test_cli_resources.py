@@ -16,9 +16,9 @@ from support.rpc import error_of
 from support.scheduler import scheduler
 from treadle.resources.v1 import resources_pb2 as pb
 from treadle.resources.v1 import resources_pb2_grpc
-from treadle_cli.mesh.ports import HOST, Ports
-from treadle_cli.problems import UsageProblem
-from treadle_cli.resources.command import read_plan
+from treadle_cli.apply import read_plan
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.processes import HOST, Ports
 from treadle_cli.resources.plan import (
     EngineClass,
     ResourcePlan,

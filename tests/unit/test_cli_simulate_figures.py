@@ -12,13 +12,14 @@ from treadle_cli.simulate.comparison import (
     Bound,
     Comparison,
     Row,
+    choose_systems,
     compare,
     count_once_tokens,
     sort_longest_first,
 )
 from treadle_cli.simulate.output import describe
+from treadle_cli.simulate.pictures import average_cells, make_scene
 from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, make_plan
-from treadle_cli.simulate.scene import average_cells, choose_systems, make_scene
 from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import SYSTEMS, System
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone, fitting_dtype, read_together, runs
-from treadle_learned.errors import LearnedError
 from treadle_learned.reading import Read
+from treadle_learned.transcript import LearnedError
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from support.learned_models import random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import ABOUT, HEAD, POINTER, Checkpoint, ModelsFolder, load, save
-from treadle_learned.errors import LearnedError
 from treadle_learned.moments import FEATURES
 from treadle_learned.reading import Bounds
+from treadle_learned.transcript import LearnedError
 
 
 def made(version: str = "v1") -> Checkpoint:

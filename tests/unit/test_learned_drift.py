@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from treadle_learned.checkpoint import Checkpoint
 from treadle_learned.examples import Part, split
-from treadle_learned.fitting import Fitting
 from treadle_learned.head import loss_of
 from treadle_learned.moments import FEATURES, Moment, replay
-from treadle_learned.training import Training, train
+from treadle_learned.training import Fitting, Training, train
 from treadle_learned.transcript import Transcript, Turn
 
 HOW = Training("v1", fitting=Fitting(epochs=150, patience=30, batch=64, learning_rate=5e-3))

@@ -12,9 +12,7 @@ from support.tiny_backbone import HIDDEN, tiny_backbone
 from torch import Tensor
 from treadle_learned import head as head_module
 from treadle_learned.backbone import Backbone
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States
-from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import (
     BANDS,
     MEDIANS,
@@ -30,7 +28,8 @@ from treadle_learned.head import (
 )
 from treadle_learned.moments import FEATURES, replay
 from treadle_learned.reading import Bounds
-from treadle_learned.transcript import Transcript, Turn
+from treadle_learned.training import Fitting, fit
+from treadle_learned.transcript import LearnedError, Transcript, Turn
 
 QUICK = Fitting(epochs=60, patience=10, batch=64, learning_rate=5e-3)
 LEVELS = torch.tensor([0.1, 0.5, 0.9])

@@ -14,12 +14,9 @@ from treadle_learned import training
 from treadle_learned.__main__ import REFUSED, main
 from treadle_learned.backbone import Tune
 from treadle_learned.checkpoint import POINTER, ModelsFolder, load
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import FOLDS
-from treadle_learned.fitting import Fitting, Tuning
-from treadle_learned.refit import refit
-from treadle_learned.training import Training, train
-from treadle_learned.transcript import write_transcripts
+from treadle_learned.training import Fitting, Training, Tuning, refit, train
+from treadle_learned.transcript import LearnedError, write_transcripts
 
 PATIENCE_S = 100.0
 # Enough to tell the text from the numbers
@@ -29,7 +26,7 @@ QUICK = Fitting(epochs=40, patience=10, batch=64, learning_rate=5e-3)
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelsFolder:
     """An empty folder of models, which are fitted for a shorter time than by default."""
-    monkeypatch.setattr("treadle_learned.refit.Training", partial(Training, fitting=QUICK))
+    monkeypatch.setattr("treadle_learned.training.Training", partial(Training, fitting=QUICK))
     return ModelsFolder(tmp_path / "models")
 
 
@@ -50,7 +47,7 @@ def test_a_worse_one_is_kept_and_not_promoted(
     transcripts = told_by_the_plan(200, text=False)
     refit(transcripts, models, "good")
     untaught = Training("bad", fitting=Fitting(epochs=0))
-    monkeypatch.setattr("treadle_learned.refit.Training", lambda *_, **__: untaught)
+    monkeypatch.setattr("treadle_learned.training.Training", lambda *_, **__: untaught)
     found = refit(transcripts, models, "bad")
     assert not found.promoted and found.current_loss is not None and found.loss > found.current_loss
     assert (

@@ -10,13 +10,11 @@ from support.transcripts import told_by_the_plan
 from treadle_learned import training
 from treadle_learned.backbone import Backbone, Tune
 from treadle_learned.checkpoint import Checkpoint, load
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Part, States, Track, draw, part_of, training_set
-from treadle_learned.fitting import Fitting, Tuning
 from treadle_learned.head import loss_of
 from treadle_learned.moments import replay
-from treadle_learned.training import Training, train
-from treadle_learned.transcript import Transcript
+from treadle_learned.training import Fitting, Training, Tuning, train
+from treadle_learned.transcript import LearnedError, Transcript
 
 QUICK = Training(
     "v1",

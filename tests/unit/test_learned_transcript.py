@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_learned.errors import LearnedError
-from treadle_learned.transcript import Transcript, Turn, read_transcripts, write_transcripts
+from treadle_learned.transcript import (
+    LearnedError,
+    Transcript,
+    Turn,
+    read_transcripts,
+    write_transcripts,
+)
 
 WHOLE = '{"trajectory_id":"a","rollout_id":"r","prompt_id":"p","prompt_tokens":3,"turns":[{"gen_tokens":5}]}\n'
 TEXT = st.text(max_size=8)

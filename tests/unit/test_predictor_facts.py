@@ -11,7 +11,7 @@ import pytest
 from treadle.engine.v1.engine_pb2 import EngineInfo
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.predictor.facts import facts_of, prompt_started
+from treadle_cli.predictor.transcripts import facts_of, prompt_started
 from treadle_core.ranking.estimator import Estimator, Prior, Progress
 from treadle_core.ranking.evidence import Ended, Evidence
 from treadle_learned.moments import FEATURES

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.learned_models import BOUNDS, random_head
 from support.tiny_backbone import HIDDEN, tiny_backbone
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.predictor.facts import facts_of
+from treadle_cli.predictor.transcripts import facts_of
 from treadle_core.ranking.estimator import Estimator, Prior, Progress, Source
 from treadle_core.ranking.evidence import Evidence
 from treadle_learned.backbone import Backbone

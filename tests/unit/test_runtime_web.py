@@ -8,7 +8,7 @@ from pathlib import Path
 import aiohttp
 from starlette.applications import Starlette
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY
-from treadle_cli.authority import make_certificates
+from treadle_cli.certs import make_certificates
 from treadle_cli.mesh.services import GATEWAY_FOLDER
 from treadle_runtime.web import RENEW_S, bind_http, serve_http
 

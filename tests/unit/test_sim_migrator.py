@@ -11,10 +11,9 @@ from support.simulated import LoneEngine, trajectory
 from treadle_core.actions import CancelMigration, StartMigration
 from treadle_core.events import Event, MoveAccepted, MoveEnded
 from treadle_core.model import EngineSpec, KvTransfer
-from treadle_sim.cluster import Link
+from treadle_sim.cluster import Link, Timeline
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Progress
-from treadle_sim.timeline import Timeline
 
 LINK = Link(bytes_per_s=1_000_000_000, fixed_s=0.1)
 LONG_S = 1e6  # a give-up that never comes

@@ -30,15 +30,13 @@ from treadle.environments import Chat
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 
-from treadle_cli.demo.chatml import read_chat
-from treadle_cli.demo.live import LiveBoard
-from treadle_cli.demo.play import Work, play, report_run, time_stamp
-from treadle_cli.demo.tasks import make_prompts
+from treadle_cli.demo.agents import make_prompts, read_chat
+from treadle_cli.demo.rollout import LiveBoard, Work, play, report_run, time_stamp
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.services import open_tree
-from treadle_cli.problems import UsageProblem
 from treadle_cli.report.records import (
     PlayRecord,
     Run,

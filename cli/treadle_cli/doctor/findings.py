@@ -1,13 +1,16 @@
 """Findings of a check: fine, a warning or a problem, each with what to do about it."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from treadle_cli.report.palette import printable
+from treadle_cli.exits import FAILED
+from treadle_cli.options import print_json
+from treadle_cli.report.style import printable
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MARKS = {OK: ("✓", "green"), WARNING: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
@@ -51,6 +54,16 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
             )
 
 
+def print_alike(findings: Sequence[Finding], out: Console) -> None:
+    """Print findings, those of several servers that are alike as one."""
+    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
+    for finding in findings:
+        alike[replace(finding, subject="")].append(finding.subject)
+    print_findings(
+        [replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out
+    )
+
+
 def count_levels(findings: Sequence[Finding]) -> str:
     """Return the last line of a report."""
     counts = {level: sum(finding.level == level for finding in findings) for level in MARKS}
@@ -60,3 +73,13 @@ def count_levels(findings: Sequence[Finding]) -> str:
 def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return the object that --json prints."""
     return {"worst": worst(findings), "findings": [asdict(finding) for finding in findings]}
+
+
+def report(findings: Sequence[Finding], json_only: bool, out: Console) -> int:
+    """Print the findings; return the exit code, 1 where one is a problem."""
+    if json_only:
+        print_json(as_json(findings))
+    else:
+        print_findings(findings, out)
+        out.print(f"\n{count_levels(findings)}", highlight=False)
+    return FAILED if worst(findings) == PROBLEM else 0

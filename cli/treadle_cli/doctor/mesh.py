@@ -23,8 +23,8 @@ from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
-from treadle_cli.problems import UsageProblem
-from treadle_cli.scheduler import own_certificates, reach_scheduler
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub

@@ -19,7 +19,7 @@ from treadle_sidecar.engine.process import PAGE_TOKENS, SPARE_REQUESTS
 from treadle_sidecar.engine.watch import EngineProfile, read_profile
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 TESTED_VERSION = "0.5.23"  # of SGLang
 ANSWER_S = 10.0  # a CPU engine in a long prefill answers late

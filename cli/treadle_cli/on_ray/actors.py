@@ -27,12 +27,12 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from treadle_runtime.config import is_loopback
 
-from treadle_cli.authority import make_certificates
+from treadle_cli.certs import make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding, as_json
 from treadle_cli.doctor.servers import Server, check_servers, read_servers
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server, require_bubblewrap
-from treadle_cli.mesh.ports import HOST, Ports
-from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree
+from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessError, ProcessTree
 from treadle_cli.mesh.services import (
     CONSOLE,
     CONSOLE_PORT_OFFSET,
@@ -44,7 +44,6 @@ from treadle_cli.mesh.services import (
     reserve_space,
 )
 from treadle_cli.on_ray.engines import KNOWN, Engine, EngineActors, find_engines
-from treadle_cli.problems import UsageProblem
 
 NAMESPACE = STEWARD = "treadle"  # of all actors, and the name of the one that keeps them
 NATS, SIDECAR = "nats", "sidecar-"

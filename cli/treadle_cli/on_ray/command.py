@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.options import AsJson
-from treadle_cli.problems import UsageProblem
+from treadle_cli.doctor.findings import Finding, print_alike
+from treadle_cli.exits import UsageProblem
+from treadle_cli.options import print_json
 
 INSTALL = (
     "Ray is not installed here: pip install 'treadle[ray]', with the version of Ray that "
@@ -31,10 +31,6 @@ CONNECT_S = 10.0
 DRAIN_S = 90.0  # sidecars, services and NATS, one after the other
 END_S = 30.0  # after Ray was called to end all actors
 PAUSE_S = 0.2
-
-Address = Annotated[
-    str, typer.Option("--ray", help="Address of a Ray cluster as ray.init takes it, e.g. auto.")
-]
 
 
 @dataclass(frozen=True)
@@ -82,24 +78,21 @@ def up_on_ray(given: RayOptions, as_json: bool, out: Console) -> None:
         options |= {"num_cpus": given.cpus, "max_restarts": -1, "resources": ON_HEAD}
         with exits.err.status("starting the mesh"):
             steward = ray.remote(Steward).options(**options).remote(plan)
-            problem = _ask(ray, steward.until_serving.remote())
+            problem = _get(ray, steward.until_serving.remote())
             if problem:
                 _end_mesh(ray)
                 raise UsageProblem(f"the mesh did not start: {problem}")
-        mesh = _ask(ray, steward.describe.remote())
+        mesh = _get(ray, steward.describe.remote())
     if as_json:
-        typer.echo(json.dumps(mesh))
+        print_json(mesh)
         return
     _show(mesh, given.address, out)
 
 
-def down(address: Address, as_json: AsJson = False) -> None:
-    """End the mesh of a Ray cluster; its engines go on as they were."""
-    with exits.end_with_one_line():
-        with _connected(address, {}) as ray, exits.err.status("ending the mesh"):
-            ended = _end_mesh(ray)
-        said = f"{len(ended)} actors ended" if ended else "no mesh runs there"
-        typer.echo(json.dumps({"ended": ended}) if as_json else said)
+def end_on_ray(address: str) -> list[str]:
+    """End all actors of the mesh on a cluster; return their names. Raises UsageProblem."""
+    with _connected(address, {}) as ray, exits.err.status("ending the mesh"):
+        return _end_mesh(ray)
 
 
 @contextmanager
@@ -130,7 +123,7 @@ def _connected(address: str, runtime_env: Mapping[str, Any]) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _ask(ray: Any, answer: Any) -> Any:
+def _get(ray: Any, answer: Any) -> Any:
     """Return an actor's answer. Raises UsageProblem where the actor cannot run."""
     try:
         return ray.get(answer)
@@ -186,9 +179,6 @@ def _parse_environment(given: str) -> dict[str, Any]:
 
 def _show(mesh: Mapping[str, Any], address: str, out: Console) -> None:
     from rich.table import Table
-
-    from treadle_cli.doctor.findings import Finding
-    from treadle_cli.fleet.attach import print_alike
 
     table = Table("part", "where", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("scheduler", "gateway", "console", "nats"):

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import (
 from treadle_runtime.config import is_loopback
 
 from treadle_cli.doctor.servers import clean_urls
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 ANSWER_S = 10.0  # an actor that is still in its constructor answers later
 DEFAULT_METHOD = "get_server_address"

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
-from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,8 +29,10 @@ COLUMNS = ("recall_top10", "pearson", "pearson_log", "pinball", "coverage_80")
 Track = Callable[[Iterable[int], int], Iterable[int]]
 Bar = Callable[[str], Track]  # the same as in treadle_learned.examples
 
-commands = typer.Typer(
-    no_args_is_help=True, help="Learn from ended trajectories how long running ones will be."
+predictor = typer.Typer(
+    name="predictor",
+    no_args_is_help=True,
+    help="Learn from ended trajectories how long running ones will be.",
 )
 out = Console()
 
@@ -47,7 +49,7 @@ Version = Annotated[
 ]
 
 
-@commands.command()
+@predictor.command()
 def harvest(
     sources: Sources,
     out_file: Annotated[
@@ -62,7 +64,7 @@ def harvest(
     as_json: AsJson = False,
 ) -> None:
     """Gather trajectories of all sources into one file to train on."""
-    from treadle_cli.predictor.sources import harvest as gather
+    from treadle_cli.predictor.transcripts import harvest as gather
 
     with exits.end_with_one_line():
         found = gather(sources, out_file, tokenizer)
@@ -73,7 +75,7 @@ def harvest(
                 out.print(f"{name:<14} {count:>10,}", highlight=False)
 
 
-@commands.command()
+@predictor.command()
 def train(
     transcripts: Transcripts,
     out_folder: Annotated[
@@ -109,7 +111,7 @@ def train(
         from treadle_learned.training import Training
         from treadle_learned.training import train as fit
 
-        from treadle_cli.predictor.sources import read_source
+        from treadle_cli.predictor.transcripts import read_source
 
         read = read_source(transcripts)
         if not any(transcript.has_text for transcript in read):
@@ -144,13 +146,13 @@ def train(
         out.print(f"{out_folder}: reads {reads}; {verdict}", highlight=False, soft_wrap=True)
 
 
-@commands.command()
+@predictor.command()
 def evaluate(
     checkpoint: CheckpointFolder, transcripts: Transcripts, as_json: AsJson = False
 ) -> None:
     """Score a predictor, siblings and history on the test prompts, which no training looks at."""
     with exits.end_with_one_line():
-        from treadle_cli.predictor.sources import read_source
+        from treadle_cli.predictor.transcripts import read_source
 
         read = read_source(transcripts)
         with _bars(exits.err) as bar:
@@ -161,7 +163,7 @@ def evaluate(
             out.print(_table(found))
 
 
-@commands.command()
+@predictor.command()
 def export(
     checkpoint: CheckpointFolder,
     models: Annotated[
@@ -184,11 +186,11 @@ def evaluate_checkpoint(
     prompts, with the training prompts as history. Raises LearnedError."""
     import numpy as np
     from treadle_learned.checkpoint import load
-    from treadle_learned.errors import LearnedError
     from treadle_learned.examples import Part, split
     from treadle_learned.head import remaining_tokens
     from treadle_learned.moments import replay
     from treadle_learned.scores import STEPS, Asked, PromptAverage, forecasts, rows
+    from treadle_learned.transcript import LearnedError
 
     found = load(checkpoint)
     parts = split(transcripts, int(found.notes.get("seed", 0)))

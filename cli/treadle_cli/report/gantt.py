@@ -11,7 +11,7 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from treadle_cli.report.palette import COLOURS, DRAWN_KINDS, FAINT, GRID, INK, MEANINGS
+from treadle_cli.report.style import COLOURS, DRAWN_KINDS, FAINT, GRID, INK, MEANINGS
 
 BAR_ROWS = 0.82  # height of a bar in rows; plotly would choose one from the distance between bars
 MOVE = {

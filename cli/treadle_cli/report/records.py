@@ -14,12 +14,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from treadle import VersionSpan
 
+from treadle_cli.exits import UsageProblem
+
 TRAJECTORIES_FILE = "trajectories.jsonl"
 SUMMARY_FILE = "summary.json"
 FORMAT_VERSION = 2
 
 
-class RecordError(Exception):
+class RecordError(UsageProblem):
     """Raised where a file of a run is missing or is not what a run writes; the message names file
     and line."""
 

@@ -21,9 +21,8 @@ from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 from treadle_runtime.errors import InvalidArgument
 
-from treadle_cli.problems import UsageProblem
-from treadle_cli.resources.apply import EngineFailed
-from treadle_cli.resources.plan import EngineClass, ResourcePlan
+from treadle_cli.exits import UsageProblem
+from treadle_cli.resources.plan import EngineClass, EngineFailed, ResourcePlan
 
 ENGINES = "app.kubernetes.io/component=engine"
 ACCELERATOR, DEGREE, SLOTS = (

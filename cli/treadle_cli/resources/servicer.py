@@ -22,8 +22,14 @@ from treadle_runtime.identity.tenants import TenantLimits
 from treadle_runtime.server import bind
 from treadle_runtime.telemetry import Metrics
 
-from treadle_cli.resources.apply import START_TIMEOUT_S, Applied, Engines, apply_plan
-from treadle_cli.resources.plan import plan_message, plan_of
+from treadle_cli.resources.plan import (
+    START_TIMEOUT_S,
+    Applied,
+    Engines,
+    apply_plan,
+    plan_message,
+    plan_of,
+)
 
 LARGEST_PLAN_BYTES = 1024 * 1024
 STOP_GRACE_S = 1.0

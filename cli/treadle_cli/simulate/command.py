@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
 from treadle_cli.options import (
     DEFAULT_OUT,
     MOST_GPUS,
@@ -23,7 +24,6 @@ from treadle_cli.options import (
     complete_from,
     new_run_folder,
 )
-from treadle_cli.problems import UsageProblem
 
 if TYPE_CHECKING:
     from treadle_cli.simulate.logs import Log

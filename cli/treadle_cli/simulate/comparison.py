@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from treadle_sim.lower_bound import alone_s, work_s
 from treadle_sim.rollout import Run, Setting
-from treadle_sim.systems import BASELINES, ORACLE, VERL, System
+from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, VERL, System
 from treadle_sim.workloads.workload import Workload
+
+from treadle_cli.simulate.logs import Log
 
 TAIL = 0.1  # share of the trajectories, by tokens: those that a rollout waits for
 MOST = 0.9  # share of the trajectories
@@ -187,3 +189,14 @@ def _bound(setting: Setting) -> Bound:
     tools_s = works[fastest.index((longest_s, gpus))].tool_s
     all_s = work_s(setting.workload, usable, setting.gpus)
     return Bound(max(longest_s, all_s), longest_s, tools_s, gpus, all_s)
+
+
+def choose_systems(
+    systems: Sequence[System], comparison: Comparison, log: Log | None = None
+) -> list[str]:
+    """Return the names of the systems to draw: the best baseline, Heddle and Treadle, else the
+    first two; of a logged step, how it was run in place of Heddle."""
+    known = [system.name for system in systems]
+    names = dict.fromkeys((comparison.best_baseline, log.way if log else HEDDLE.name, TREADLE.name))
+    wanted = [name for name in names if name in known]
+    return wanted or known[:2]

@@ -37,7 +37,7 @@ from treadle_sim.workloads.workload import (
     read_traces,
 )
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 FORMATS = ("jsonl", "openai", "prime-rl", "slime", "verl")
 # the simulated system that stands for a framework

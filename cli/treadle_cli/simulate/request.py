@@ -23,7 +23,7 @@ from treadle_sim.workloads.workload import (
     read_traces,
 )
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_cli.simulate.logs import Log
 
 DEFAULT_SYSTEMS = ",".join(system.name for system in (*BASELINES, HEDDLE, TREADLE, ORACLE))

@@ -18,18 +18,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from treadle_core.refusals import CoreError
 from treadle_sim.rollout import Run, Setting, simulate
 from treadle_sim.systems import TREADLE, System
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
+from treadle_cli.options import print_json
 from treadle_cli.simulate import output
-from treadle_cli.simulate.comparison import compare
+from treadle_cli.simulate.comparison import choose_systems, compare
 from treadle_cli.simulate.request import Request, SimulationPlan, make_plan
-from treadle_cli.simulate.scene import choose_systems, make_scene
 
 MOST_WORKERS = 8  # each has its own numpy, numba and rollout: some 250 MB
 # Trajectories over all jobs up to which one process is as fast: workers take about two seconds to
@@ -92,7 +91,7 @@ async def _simulate_into(
         # a second of imports, which bad options need not wait for
         from treadle_cli.simulate import pictures
 
-        scene = make_scene(recorded, plan.settings[0].workload, comparison)
+        scene = pictures.make_scene(recorded, plan.settings[0].workload, comparison)
         title = "Makespan: " + " · ".join(
             f"{panel.name} {panel.makespan_s:.0f} s" for panel in scene.panels
         )
@@ -115,7 +114,7 @@ async def _simulate_into(
             )
             (folder / PLAN).write_text(json_format.MessageToJson(plan_message(kinds)) + "\n")
     if as_json:
-        typer.echo(json.dumps(document))
+        print_json(document)
     else:
         output.print_comparison(out, plan, comparison, sentences, folder)
 

@@ -19,8 +19,8 @@ from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.fitting import DecodePoint, fit_decode
 from treadle_sim.workloads.workload import TrajectoryWork
 
-from treadle_cli.predictor.sources import works_of_run
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
+from treadle_cli.predictor.transcripts import works_of_run
 from treadle_cli.report.records import PlayRecord, SpanRecord, TrajectoryRecord, read_run
 from treadle_cli.simulate.logs import Log, Recorded
 

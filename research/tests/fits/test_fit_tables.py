@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.engine_model import StepCurve
 
 from treadle_bench.bench import BenchOptions

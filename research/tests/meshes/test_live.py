@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.workloads.workload import Step, TrajectoryWork, groups
 
 from treadle_bench.bench import BenchOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.tiny_backbone import tiny_backbone
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_learned import scores
 from treadle_learned.moments import replay
 from treadle_learned.scores import Asked, truth

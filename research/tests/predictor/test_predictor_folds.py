@@ -10,10 +10,10 @@ from support.tiny_backbone import HIDDEN, tiny_backbone
 from support.transcripts import told_by_the_plan
 from treadle_learned.backbone import Backbone
 from treadle_learned.examples import States
-from treadle_learned.fitting import Fitting
 from treadle_learned.moments import replay
 from treadle_learned.reading import Bounds
 from treadle_learned.scores import Asked, rows, truth
+from treadle_learned.training import Fitting
 from treadle_learned.transcript import Transcript, Turn
 
 from treadle_bench.predictor.held_out import Boosted, ask_estimators, deal, pool

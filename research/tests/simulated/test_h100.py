@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_sglang import FakeSglang, fake_sglang
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_core.model import DecodeCurve
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.systems import ORACLE, PAUSING, TREADLE, VERL
 
 from treadle_bench.bench import BenchOptions

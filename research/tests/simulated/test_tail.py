@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.tail.acceptance import (

@@ -6,8 +6,7 @@ trainer, the rollout service and an engine get SIGKILL at different steps, and a
 """
 
 import pytest
-from treadle_cli.app import engine_plan
-from treadle_cli.mesh.engines import DEFAULT_MODEL
+from treadle_cli.mesh.engines import DEFAULT_MODEL, engine_plan
 
 from treadle_bench.bench import BenchOptions
 from treadle_bench.grpo.measure import CAP, Cell, Size, training_mesh

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from matplotlib.ticker import FuncFormatter
 from rich.progress import Progress
-from treadle_cli.report.palette import FAINT
+from treadle_cli.report.style import FAINT
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, engine_model

@@ -22,8 +22,8 @@ import numpy as np
 import psutil
 from treadle.engine.v1 import engine_pb2
 from treadle.telemetry.v1 import facts_pb2
-from treadle_cli.mesh.ports import HOST, Ports
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.processes import HOST, Ports
 from treadle_runtime.bus import Bus, open_bus
 from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import duration

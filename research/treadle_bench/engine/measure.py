@@ -18,8 +18,8 @@ from typing import Any
 
 import aiohttp
 import psutil
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import Engine
-from treadle_cli.problems import UsageProblem
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_engine

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from treadle_cli.demo.run import warm_engines
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_core.ranking.estimator import correlation
 from treadle_sim.fitting import MeasuredEngine
 from treadle_sim.workloads.workload import TraceFileError, Workload, read_traces

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from treadle_cli.report.palette import COLOURS, FAINT, GRID, INK
+from treadle_cli.report.style import COLOURS, FAINT, GRID, INK
 
 from treadle_bench.fidelity.live import Play
 from treadle_bench.fidelity.stage import Case

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from treadle_cli.problems import UsageProblem
-from treadle_cli.templates import render
+from treadle_cli.exits import UsageProblem
+from treadle_cli.report.style import render
 from treadle_sim.engine_model import ENGINE_FIELDS, render_profiles
 
 from treadle_bench.bench import Bench, BenchOptions

@@ -6,7 +6,7 @@ from textwrap import wrap
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from treadle_cli.fit_picture import DPI, draw_requests, draw_steps
+from treadle_cli.fit import DPI, draw_requests, draw_steps
 
 from treadle_bench.fit.profiles import SHIPPED_ENGINE, Check, FitReport
 from treadle_bench.fit.serving import ServingFit

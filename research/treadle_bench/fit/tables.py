@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.fitting import DecodePoint, PrefillPoint
 
 KERNELS = Path("engine_aiconfigurator/DERIVED_decode_ms_per_token.csv.gz")

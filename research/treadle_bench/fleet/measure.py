@@ -42,8 +42,7 @@ import numpy as np
 from treadle import Client
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.types import TrainingTrajectory
-from treadle_cli.mesh.ports import HOST
-from treadle_cli.mesh.processes import Child, ProcessTree, describe_exit
+from treadle_cli.mesh.processes import HOST, Child, ProcessTree, describe_exit
 from treadle_cli.mesh.services import ControlPlane, choose_addresses
 
 from treadle_bench.bench import Bench, BenchOptions

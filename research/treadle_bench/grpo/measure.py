@@ -37,11 +37,11 @@ from statistics import fmean, stdev
 from typing import Any
 
 from scipy.stats import t as student
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import EnginePlan, default_model_folder, prepare_model
 from treadle_cli.mesh.guardian import kill_sessions
 from treadle_cli.mesh.mesh import Mesh, MeshPlan, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.problems import UsageProblem
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.grpo.page import draw, page_values

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from treadle_cli.report.palette import COLOURS, FAINT
+from treadle_cli.report.style import COLOURS, FAINT
 
 from treadle_bench.pictures import SERIES, sheet, style
 

@@ -34,8 +34,8 @@ import grpc.aio
 from treadle import Client, TreadleError
 from treadle.migrator.v1 import migrator_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Mesh
-from treadle_cli.problems import UsageProblem
 from treadle_core.model import DecodeCurve
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 from treadle_sim.systems import SYSTEMS

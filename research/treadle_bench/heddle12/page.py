@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from treadle_cli.report.palette import COLOURS, FAINT, INK
+from treadle_cli.report.style import COLOURS, FAINT, INK
 
 from treadle_bench.page import describe_seeds, seconds, value_range
 from treadle_bench.pictures import sheet, style

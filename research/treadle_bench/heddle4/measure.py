@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from treadle_cli.report.palette import FAINT
+from treadle_cli.report.style import FAINT
 from treadle_sim.systems import VERL
 
 from treadle_bench.bench import Bench, BenchOptions, Figures

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 from treadle_cli.demo.run import warm_engines
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload, groups
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from treadle_cli.report.palette import COLOURS, INK
+from treadle_cli.report.style import COLOURS, INK
 from treadle_core.rollouts.tail import expected_longest, lengths_of, log_sigma, longest_by_formula
 from treadle_sim.workloads.parametric import SAMPLES, WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, groups, read_traces

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from sklearn.ensemble import HistGradientBoostingRegressor
 from threadpoolctl import threadpool_limits
-from treadle_learned.errors import LearnedError
 from treadle_learned.examples import Examples, States, Track, without_text
-from treadle_learned.fitting import Fitting, fit
 from treadle_learned.head import predict_held_out, remaining_tokens
 from treadle_learned.moments import Moment, replay, replay_apart
 from treadle_learned.scores import (
@@ -35,7 +33,8 @@ from treadle_learned.scores import (
     subtract_sampled,
     truth,
 )
-from treadle_learned.transcript import Transcript
+from treadle_learned.training import Fitting, fit
+from treadle_learned.transcript import LearnedError, Transcript
 
 FOLDS = 5
 LAST_TURN = (

@@ -24,7 +24,7 @@ import grpc.aio
 import numpy as np
 from treadle.predictor.v1 import predictor_pb2, predictor_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_cli.predictor.facts import facts_of, prompt_started
+from treadle_cli.predictor.transcripts import facts_of, prompt_started
 from treadle_learned.backbone import Backbone
 from treadle_learned.checkpoint import Checkpoint, ModelsFolder, save
 from treadle_learned.head import QuantileHead

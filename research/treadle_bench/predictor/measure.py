@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.progress import track
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
-from treadle_cli.predictor.sources import transcripts_of_works
-from treadle_cli.problems import UsageProblem
+from treadle_cli.predictor.transcripts import transcripts_of_works
 from treadle_core.model import Estimate
 from treadle_sim.cluster import homogeneous
 from treadle_sim.driver import Driver
@@ -74,10 +74,10 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     """Raises UsageProblem, TraceFileError, PublicTraceError, OSError."""
     # Imported here: torch takes seconds, and the other benches do not need it.
     from treadle_learned.backbone import Backbone
-    from treadle_learned.errors import LearnedError
     from treadle_learned.examples import States
     from treadle_learned.reading import Bounds
     from treadle_learned.scores import rows
+    from treadle_learned.transcript import LearnedError
 
     from treadle_bench.predictor import latency
     from treadle_bench.predictor.held_out import ask_estimators, deal, pool

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from treadle_cli.report.palette import INK
+from treadle_cli.report.style import INK
 
 from treadle_bench.bench import Figures
 from treadle_bench.pictures import SERIES, legend_above, sheet, style

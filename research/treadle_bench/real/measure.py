@@ -31,7 +31,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.systems import ORACLE, PAUSING, STICKY, TREADLE, VERL, VERL_STAR, System
 from treadle_sim.workloads.workload import groups
 

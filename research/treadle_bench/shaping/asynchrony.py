@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from treadle_core.rollouts.group import is_stale
 from treadle_sim.batch import EngineStep
+from treadle_sim.cluster import Timeline
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.timeline import Timeline
 
 Draw = Callable[[], npt.NDArray[np.int64]]  # the lengths of a group's samples, in tokens
 

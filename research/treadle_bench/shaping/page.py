@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from treadle_cli.report.palette import FAINT, INK
+from treadle_cli.report.style import FAINT, INK
 
 from treadle_bench.pictures import SERIES, draw_groups, legend_above, sheet, style
 from treadle_bench.shaping import agentic, patches, training

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from treadle_core.rollouts.selection import Candidate, Rule
 from treadle_sim.batch import EngineStep
+from treadle_sim.cluster import Timeline
 from treadle_sim.engine import SimEngine
 from treadle_sim.engine_model import EngineModel
-from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import Step, TrajectoryWork
 
 

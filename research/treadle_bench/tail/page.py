@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from matplotlib.lines import Line2D
-from treadle_cli.report.palette import COLOURS, INK
+from treadle_cli.report.style import COLOURS, INK
 
 from treadle_bench.page import describe_seeds, value_range
 from treadle_bench.pictures import sheet, style

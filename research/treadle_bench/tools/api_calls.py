@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.providers import BasicManager, Provider, Quota
-from treadle_sim.timeline import Timeline
+from treadle_sim.cluster import Timeline
 from treadle_sim.workloads.parametric import WORKLOADS, draw
 
 from treadle_bench.tools.reward_models import MOST_CONTEXT, MOST_TOKENS, TOOL_LLM

@@ -12,7 +12,7 @@ from treadle_core.tools.action import CPU_CORES, MEMORY_BYTES, Demand, Fixed
 from treadle_core.tools.cpu import CpuManager, Machine
 from treadle_core.tools.decision import Executing
 from treadle_core.tools.dispatcher import Dispatcher, Resources
-from treadle_sim.timeline import Timeline
+from treadle_sim.cluster import Timeline
 
 from treadle_bench.tools.trace import Asked, Dispatched, Executor, Report, Trace
 

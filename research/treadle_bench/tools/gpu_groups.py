@@ -15,7 +15,7 @@ from treadle_core.tools.arrangement import NODE_GPUS
 from treadle_core.tools.dispatcher import Dispatcher, Resources, Started
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import Service
-from treadle_sim.timeline import Timeline
+from treadle_sim.cluster import Timeline
 
 from treadle_bench.tools.reward_models import DEGREES, GPU_BYTES, Restoring
 from treadle_bench.tools.trace import Asked, Dispatched, Executor, Record, Report

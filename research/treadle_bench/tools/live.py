@@ -20,8 +20,8 @@ import grpc
 import grpc.aio
 import numpy as np
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import require_bubblewrap
-from treadle_cli.problems import UsageProblem
 from treadle_core.tools.action import CPU_CORES, Fixed
 
 from treadle_bench.bench import BenchOptions

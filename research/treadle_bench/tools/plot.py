@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from treadle_cli.report.palette import COLOURS, FAINT, INK
+from treadle_cli.report.style import COLOURS, FAINT, INK
 
 from treadle_bench.bench import Figures
 from treadle_bench.pictures import sheet, style

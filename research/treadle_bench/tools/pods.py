@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from treadle_core.tools.cpu import Machine
-from treadle_sim.timeline import Timeline
+from treadle_sim.cluster import Timeline
 
 from treadle_bench.tools.trace import Asked, Executor, Record, Report, Trace
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from treadle_core.tools.action import Action, Demand, Elasticity
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S
+from treadle_sim.cluster import Timeline
 from treadle_sim.engine_model import engine_model
-from treadle_sim.timeline import Timeline
 from treadle_sim.workloads.workload import TrajectoryWork
 
 

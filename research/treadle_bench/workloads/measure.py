@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 from treadle_sim.predictors import Noisy, Predictor, PromptMean, Siblings, measure_accuracy
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups, read_traces

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
-from treadle_cli.report.palette import COLOURS, FAINT
+from treadle_cli.report.style import COLOURS, FAINT
 from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 from treadle_bench.pictures import sheet, style

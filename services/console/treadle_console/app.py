@@ -5,16 +5,28 @@ Nothing but `/api/control` changes the mesh. A browser runs only scripts of this
 (Content-Security-Policy), and only requests that name this server are answered, so that a page of
 somebody else cannot read it through a name that leads here. Control takes JSON from pages of this
 server alone, with a key that no browser sends by itself.
+
+Changes are server-sent events, at most two a second, each with what has changed. The id of an event
+is the cursor after it, so that a browser which reconnects (Last-Event-ID) continues where it was.
+An id from another process of the console is no cursor here: the page then begins anew.
+
+The page on long tails plays a rollout of given lengths, with a cap and with more samples or
+without. The core (`treadle_core.rollouts.tail`) computes the answer, for a seed that the page
+names, so that two answers differ by what the user changed and not by chance.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -26,10 +38,156 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
+from treadle_core.rollouts.redundancy import LatencyCurve
+from treadle_core.rollouts.tail import (
+    Tail,
+    TailQuestion,
+    expected_longest,
+    longest_by_formula,
+    play_tail,
+)
 
-from treadle_console import convert, tail_page
+from treadle_console import convert
 from treadle_console.control import Control
-from treadle_console.feed import Feed
+from treadle_console.records import Cursor
+from treadle_console.state import Mesh
+
+PERIOD_S = 0.5  # between two messages to a page
+HEARTBEAT_S = 10.0  # a page that receives nothing for longer takes the connection for lost
+RETRY_MS = 1000  # after which a browser connects again
+
+
+class Feed:
+    """Streams of changes, one for each open page. epoch: names this process, of A-Z a-z 0-9.
+    now_ms: the time, since the epoch."""
+
+    def __init__(self, mesh: Mesh, epoch: str, stopping: asyncio.Event, now_ms: Any) -> None:
+        self._mesh, self._epoch, self._stopping, self._now_ms = mesh, epoch, stopping, now_ms
+        # messages of this revision, by what they follow
+        self._made: dict[tuple[Cursor, int], tuple[str, Cursor]] = {}
+        self.open = 0
+
+    def cursor_of(self, event_id: str) -> Cursor | None:
+        """Return the cursor that an id names; None where a page has to begin anew."""
+        epoch, *numbers = event_id.split("-")
+        if (
+            epoch != self._epoch
+            or len(numbers) != 3
+            or not all(each.isascii() and each.isdigit() for each in numbers)
+        ):
+            return None
+        return Cursor(*map(int, numbers))
+
+    async def events(self, last_id: str) -> AsyncIterator[str]:
+        """Yield the text of one page's stream, from the event after `last_id` on; it ends with the
+        service."""
+        cursor = self.cursor_of(last_id)
+        reset, cursor = cursor is None, cursor or Cursor()
+        self.open += 1
+        try:
+            yield f"retry: {RETRY_MS}\n\n"
+            quiet_s = HEARTBEAT_S  # so that a page learns at once that it is connected
+            while not self._stopping.is_set():
+                message, following = self._message(cursor)
+                if following != cursor or reset or quiet_s >= HEARTBEAT_S:
+                    begins = f'{{"reset":{json.dumps(reset)},"now_ms":{self._now_ms()},'
+                    ids = "-".join(map(str, following))
+                    yield f"id: {self._epoch}-{ids}\ndata: {begins}{message}\n\n"
+                    cursor, reset, quiet_s = following, False, 0.0
+                    if cursor.span < self._mesh.spans.end:  # more is waiting
+                        continue
+                quiet_s += PERIOD_S
+                await self._pause()
+        finally:
+            self.open -= 1
+
+    def _message(self, since: Cursor) -> tuple[str, Cursor]:
+        """Return the rest of a message's object, and the cursor after it. Pages at the same cursor
+        share one message."""
+        key = since, self._mesh.revision
+        if key not in self._made:
+            self._made = {
+                known: made for known, made in self._made.items() if known[1] == self._mesh.revision
+            }
+            delta, following = self._mesh.delta(since)
+            self._made[key] = convert.to_json(delta)[1:], following
+        return self._made[key]
+
+    async def _pause(self) -> None:
+        try:
+            async with asyncio.timeout(PERIOD_S):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+
+MOST_SAMPLES = 4_096  # most samples of all prompts: what a page draws, and a millisecond of work
+
+
+class Asked(BaseModel):
+    """Question that a page sends. oversample: samples that are started, over those that are
+    trained. base_s, per_sequence_s: seconds of a decode step, and more for each sample in it."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    prompts: int = Field(8, ge=1, le=256)
+    samples: int = Field(16, ge=1, le=256)
+    mean_tokens: float = Field(800.0, ge=1, le=1e6)
+    variation: float = Field(1.0, ge=0.01, le=5)
+    cap_percentile: float = Field(1.0, gt=0.5, le=1)
+    oversample: float = Field(1.0, ge=1, le=4)
+    base_s: float = Field(0.012, ge=1e-5, le=1)
+    per_sequence_s: float = Field(0.0002, ge=0, le=0.1)
+    seed: int = Field(0, ge=0, le=2**32 - 1)
+
+
+class QuestionError(Exception):
+    """A question that has no answer; the message names the field and what would be right."""
+
+
+def answer_tail(words: dict[str, str]) -> dict[str, Any]:
+    """Return the answer to a question. Raises QuestionError."""
+    try:
+        asked = Asked.model_validate(words)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise QuestionError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    started = math.ceil(round(asked.samples * asked.oversample, 9))
+    if asked.prompts * started > MOST_SAMPLES:
+        raise QuestionError(
+            f"prompts: {asked.prompts} of {started} samples are more than {MOST_SAMPLES} together"
+        )
+    curve = LatencyCurve(
+        (1.0, 2.0), (asked.base_s + asked.per_sequence_s, asked.base_s + 2.0 * asked.per_sequence_s)
+    )
+    normals = np.random.default_rng(asked.seed).standard_normal((asked.prompts, started))
+    lengths = (asked.mean_tokens, asked.variation)
+    patched = TailQuestion(
+        asked.prompts, started, asked.samples, *lengths, asked.cap_percentile, curve
+    )
+    plain = TailQuestion(asked.prompts, asked.samples, asked.samples, *lengths, 1.0, curve)
+    return {
+        "asked": asked.model_dump(),
+        "cap_tokens": None if math.isinf(patched.cap_tokens) else round(patched.cap_tokens),
+        "patched": _view(play_tail(patched, normals)),
+        "plain": _view(play_tail(plain, normals[:, : asked.samples])),
+        "formula": longest_by_formula(asked.samples, asked.variation),
+        "expected": expected_longest(asked.samples, asked.variation),
+    }
+
+
+def _view(tail: Tail) -> dict[str, Any]:
+    return {
+        "ends_s": np.round(tail.ends_s, 3).tolist(),
+        "how": (tail.aborted + 2 * tail.cut).tolist(),  # 0 trained, 1 aborted, 2 cut at the cap
+        "makespan_s": tail.makespan_s,
+        "tax": tail.tax,
+        "last_tenth": tail.last_tenth,
+        "utilization": tail.utilization,
+        "tokens": round(float(tail.tokens.sum())),
+        "kept": tail.kept._asdict(),
+    }
+
 
 STATIC = Path(__file__).parent / "static"
 CALL_S = 5.0
@@ -90,19 +248,19 @@ class Pages:
         return StreamingResponse(self._feed.events(last_id), media_type="text/event-stream")
 
     async def trajectory(self, request: Request) -> Response:
-        asked = pb.GetTrajectoryRequest(
+        wanted = pb.GetTrajectoryRequest(
             trajectory_id=request.query_params.get("id", ""), history=True
         )
         try:
-            said = await self._scheduler.GetTrajectory(asked, timeout=CALL_S)
+            found = await self._scheduler.GetTrajectory(wanted, timeout=CALL_S)
         except grpc.aio.AioRpcError as error:
             return _refuse_as(error)
-        return Response(convert.to_json(convert.history_view(said)), media_type="application/json")
+        return Response(convert.to_json(convert.history_view(found)), media_type="application/json")
 
     async def tail(self, request: Request) -> Response:
         try:
-            return JSONResponse(tail_page.answer(dict(request.query_params)))
-        except tail_page.QuestionError as error:
+            return JSONResponse(answer_tail(dict(request.query_params)))
+        except QuestionError as error:
             return _refuse(400, str(error))
 
     async def control(self, request: Request) -> Response:
@@ -135,9 +293,9 @@ async def _read_action(request: Request) -> tuple[str, str]:
         body += part
         if len(body) > MOST_CONTROL_BYTES:
             raise ValueError(f"the body: must have {MOST_CONTROL_BYTES} bytes at most")
-    asked = json.loads(body)
+    wanted = json.loads(body)
     found = (
-        [asked.get(name, "") for name in ("action", "engine")] if isinstance(asked, dict) else []
+        [wanted.get(name, "") for name in ("action", "engine")] if isinstance(wanted, dict) else []
     )
     if not found or not all(isinstance(each, str) for each in found):
         raise ValueError('the body: must be an object with "action" and "engine", both texts')

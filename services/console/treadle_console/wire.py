@@ -10,10 +10,9 @@ from treadle_runtime.server import Runtime, Wiring
 from treadle_runtime.web import bind_http, serve_http
 
 from treadle_console import convert
-from treadle_console.app import Pages, make_app
+from treadle_console.app import Feed, Pages, make_app
 from treadle_console.config import ConsoleSettings, names_of
 from treadle_console.control import Control
-from treadle_console.feed import Feed
 from treadle_console.state import Mesh
 from treadle_console.watch import Watch
 

@@ -21,9 +21,8 @@ import torch
 from treadle_core.ranking.estimator import Progress
 from treadle_learned.backbone import load_tokenizer
 from treadle_learned.checkpoint import Checkpoint, ModelsFolder, load
-from treadle_learned.errors import LearnedError
 from treadle_learned.moments import FEATURES
-from treadle_learned.transcript import Turn, write_transcripts
+from treadle_learned.transcript import LearnedError, Turn, write_transcripts
 from treadle_runtime.errors import StartError
 
 from treadle_predictor.config import PredictorSettings

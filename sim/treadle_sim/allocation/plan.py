@@ -31,8 +31,7 @@ from treadle_core.placing.question import PlanEngine, check_workload
 from treadle_core.placing.solver import partition
 from treadle_core.refusals import CoreError
 
-from treadle_sim.allocation.bound import lower_bound
-from treadle_sim.allocation.search import search
+from treadle_sim.allocation.search import lower_bound, search
 
 # those that `lower_bound` covers
 PLANNED_MODELS = (CostModel.GROUP_SIZE, CostModel.LINEAR_INTEGRAL)

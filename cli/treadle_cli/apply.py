@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Annotated
 
 import grpc
 import typer
@@ -22,11 +23,13 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.types import duration
 from treadle_runtime import errors
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
+from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, choose_console
 from treadle_cli.resources.servicer import ResourceServicer
-from treadle_cli.scheduler import own_certificates, reach_scheduler
 
-ASK_TIMEOUT_S = 10.0
+CALL_S = 10.0
 OVERHEAD_S = 600.0  # a change beside drain and starts: until stopped engines are gone, twice
 CORRECTABLE = (
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -36,6 +39,39 @@ CORRECTABLE = (
 
 Apply = Callable[[pb.ApplyPlanRequest], Awaitable[pb.ApplyPlanResponse]]
 Show = Callable[[], Awaitable[pb.GetResourcesResponse]]
+
+
+def apply(
+    plan: Annotated[
+        Path | None,
+        typer.Argument(
+            help="JSON file of a treadle.resources.v1.ResourcePlan; none: print the present one."
+        ),
+    ] = None,
+    scheduler: Scheduler = DEFAULT_SCHEDULER,
+    kubernetes: Annotated[
+        str | None,
+        typer.Option(
+            help="Namespace of a cluster's StatefulSets of engines, instead of `treadle up`."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would change, and change nothing.")
+    ] = False,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for open trajectories to close.")
+    ] = 0.0,
+    start_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Seconds that an engine may take until it is measured; then all goes back."
+        ),
+    ] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Change the engines of a mesh that is running to a resource plan, between training steps."""
+    how, console = (dry_run, drain, start_timeout), choose_console(as_json)
+    exits.run(lambda _: run_apply(plan, scheduler, kubernetes, *how, console, as_json))
 
 
 async def run_apply(
@@ -54,7 +90,7 @@ async def run_apply(
     Raises UsageProblem, TreadleError."""
     plan = None if file is None else read_plan(file)
     try:
-        async with resources(scheduler, namespace, out) as (apply, show):
+        async with open_resources(scheduler, namespace, out) as (change, show):
             if plan is None:
                 shown = _json((await show()).plan)
                 typer.echo(shown) if as_json else out.print(
@@ -65,7 +101,7 @@ async def run_apply(
                 plan=plan, drain=duration(drain_s), start_timeout=duration(start_s)
             )
             request.request_id, request.dry_run = uuid.uuid4().hex, True
-            planned = await apply(request)
+            planned = await change(request)
             out.print(describe(planned), highlight=False, markup=False)
             if dry_run or not (planned.stop_engine_ids or planned.start):
                 if as_json:
@@ -73,16 +109,17 @@ async def run_apply(
                 return 0
             with out.status("changing engines"):
                 request.request_id, request.dry_run = uuid.uuid4().hex, False
-                applied = await apply(request)
+                applied = await change(request)
     except TreadleError as error:
         raise (UsageProblem(error.message) if error.code in CORRECTABLE else error) from None
     except errors.TreadleError as error:
         raise UsageProblem(error.message) from None
     if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK:
-        told = f"rolled back, because {applied.failed_engine_id} did not come up: {applied.problem}"
+        failed = f"{applied.failed_engine_id} did not come up: {applied.problem}"
+        outcome = f"rolled back, because {failed}"
     else:
-        told = f"applied; started: {', '.join(applied.started_engine_ids) or 'none'}"
-    out.print(told, highlight=False, markup=False, soft_wrap=True)
+        outcome = f"applied; started: {', '.join(applied.started_engine_ids) or 'none'}"
+    out.print(outcome, highlight=False, markup=False, soft_wrap=True)
     if as_json:
         typer.echo(_json(applied))
     return 1 if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK else 0
@@ -116,7 +153,7 @@ def describe(planned: pb.ApplyPlanResponse) -> str:
 
 
 @asynccontextmanager
-async def resources(
+async def open_resources(
     scheduler: str, namespace: str | None, out: Console
 ) -> AsyncIterator[tuple[Apply, Show]]:
     """Yield how to apply a plan and how to show the present one, of a cluster or of the mesh at
@@ -135,7 +172,7 @@ async def resources(
                 )
                 yield servicer.apply, servicer.show
             return
-        found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=ASK_TIMEOUT_S)
+        found = await stub.GetDirectory(scheduler_pb2.GetDirectoryRequest(), timeout=CALL_S)
         if not found.resources_address:
             advice = "only `treadle up` starts engines; for a cluster give --kubernetes NAMESPACE"
             raise UsageProblem(
@@ -146,12 +183,12 @@ async def resources(
         ) as channel:
             calls = resources_pb2_grpc.ResourceServiceStub(channel)
 
-            async def apply(request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:
+            async def change(request: pb.ApplyPlanRequest) -> pb.ApplyPlanResponse:
                 starts_s = 2 * request.start_timeout.ToTimedelta().total_seconds()
                 timeout_s = request.drain.ToTimedelta().total_seconds() + starts_s + OVERHEAD_S
                 return await calls.ApplyPlan(request, timeout=timeout_s)
 
             async def show() -> pb.GetResourcesResponse:
-                return await calls.GetResources(pb.GetResourcesRequest(), timeout=ASK_TIMEOUT_S)
+                return await calls.GetResources(pb.GetResourcesRequest(), timeout=CALL_S)
 
-            yield apply, show
+            yield change, show

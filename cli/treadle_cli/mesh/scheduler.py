@@ -13,7 +13,7 @@ from treadle.connection import FOLLOWING, follow
 from treadle.errors import error_from
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 
-from treadle_cli.problems import UsageProblem
+from treadle_cli.exits import UsageProblem
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -53,12 +53,12 @@ async def reach_scheduler(
         for each in ready:
             each.cancel()
         if not done:
-            asked = (
+            refusals = (
                 []
                 if certificates is None
                 else [certificates.refusal(a, "scheduler") for a in addresses.split(",")]
             )
-            for refusal in filter(None, await asyncio.gather(*asked)):
+            for refusal in filter(None, await asyncio.gather(*refusals)):
                 raise UsageProblem(f"--scheduler {addresses}: {refusal.message}")
             hint = "" if certificates else f"; of a mesh with certificates, set {FOLDER_VARIABLE}"
             raise UsageProblem(f"--scheduler {addresses}: no scheduler serves there{hint}")

@@ -10,14 +10,12 @@ the servers go on as they were.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import grpc.aio
 import typer
@@ -27,24 +25,24 @@ from treadle.certificates import FOLDER_VARIABLE, Certificates
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_runtime.config import is_loopback
 
-from treadle_cli.authority import DEFAULT_TENANT, OPERATOR, make_certificates
-from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_findings
+from treadle_cli import exits
+from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
+from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_alike, report
+from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import (
-    CONSOLE,
-    CONSOLE_PURPOSE,
-    GATEWAY,
-    GATEWAY_PURPOSE,
-    SERVICES,
-    Addresses,
-    ControlPlane,
-    choose_addresses,
-    open_tree,
+from treadle_cli.mesh.scheduler import reach_scheduler
+from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses, open_tree
+from treadle_cli.options import (
+    DEFAULT_OUT,
+    DEFAULT_PORT,
+    MOST_PORT,
+    AsJson,
+    Out,
+    choose_console,
+    new_run_folder,
+    print_json,
 )
-from treadle_cli.options import new_run_folder
-from treadle_cli.problems import UsageProblem
-from treadle_cli.scheduler import reach_scheduler
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
 REGISTRATION_S = (
     120.0  # a sidecar first probes its engine, for 10 s at most; a busy engine is not probed
 )
-ASK_S = 10.0
+CALL_S = 10.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -107,15 +105,61 @@ class AttachPlan:
             raise UsageProblem(f"--kv-folder {self.kv_folder}: there is no such folder")
 
 
-def print_addresses(named: Mapping[str, object]) -> None:
-    """Print what --json prints once a mesh serves: one line, so that a script can wait for it."""
-    typer.echo(json.dumps(named))
+def attach(
+    urls: Annotated[
+        list[str], typer.Argument(help="SGLang servers that run, e.g. http://127.0.0.1:30000.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Say what must change, and start nothing.")
+    ] = False,
+    scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
+    nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Where that mesh reaches this machine, if it runs on another.",
+            show_default="127.0.0.1",
+        ),
+    ] = "",
+    port: Annotated[
+        int,
+        typer.Option(
+            min=0, max=MOST_PORT, help="Port of the scheduler that is started; 0: free ports."
+        ),
+    ] = DEFAULT_PORT,
+    slots: Annotated[
+        int, typer.Option(min=0, help="Steps that decode at once on an engine; 0: as it says.")
+    ] = 0,
+    kv_folder: Annotated[
+        Path | None,
+        typer.Option(help="The folder in which the servers' HiCache stores KV, if they share one."),
+    ] = None,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure", help="Encrypt every connection, and let nobody call without a certificate."
+        ),
+    ] = False,
+    out_folder: Out = DEFAULT_OUT,
+    as_json: AsJson = False,
+) -> None:
+    """Put a sidecar beside each SGLang server that somebody else started, until Ctrl-C, which
+    leaves the servers as they were. Checks the servers' flags first; exit code 1 of --check where
+    one must change."""
+    plan = AttachPlan(tuple(urls), scheduler, nats_url, port, host, slots, kv_folder, secure)
+
+    def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
+        if check:
+            return run_check(plan.urls, as_json, Console())
+        announce = print_json if as_json else None
+        return run_attach(plan, out_folder, choose_console(as_json), hurry, announce)
+
+    exits.run(begin)
 
 
 async def run_check(urls: Sequence[str], as_json: bool, out: Console) -> int:
     """Run `--check`: print what must change on the servers; return the exit code. Raises
     UsageProblem for a bad URL."""
-    from treadle_cli.doctor.command import report
     from treadle_cli.doctor.servers import check_servers, clean_urls, read_servers
 
     return report(list(check_servers(await read_servers(clean_urls(urls)))), as_json, out)
@@ -179,18 +223,8 @@ def _require_usable(findings: Sequence[Finding], out: Console) -> None:
         raise UsageProblem("nothing was started: " + "; ".join(problems))
 
 
-def print_alike(findings: Sequence[Finding], out: Console) -> None:
-    """Print findings, those of several servers that are alike as one."""
-    alike: defaultdict[Finding, list[str]] = defaultdict(list)  # without its subject
-    for finding in findings:
-        alike[replace(finding, subject="")].append(finding.subject)
-    print_findings(
-        [replace(finding, subject=", ".join(subjects)) for finding, subjects in alike.items()], out
-    )
-
-
 async def _engine_ids(stub: SchedulerServiceAsyncStub) -> list[str]:
-    answer = await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)
+    answer = await stub.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)
     return [engine.info.engine_id for engine in answer.engines]
 
 
@@ -295,26 +329,15 @@ class _Attachment:
 
     def table(self) -> Table:
         """Return a table of the addresses, as treadle up prints them."""
-        table = Table(
-            "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
-        )
-        for name, purpose in SERVICES.items():
-            if name in self._where.services:
-                table.add_row(name, self._where.services[name], purpose)
-        for engine_id, address in self._sidecars.items():
-            table.add_row(f"sidecar of {engine_id}", address, f"SGLang at {self._urls[engine_id]}")
-        table.add_row("NATS", self.nats_url, "facts and state")
-        if self._front_door:
-            table.add_row(GATEWAY, self._front_door, GATEWAY_PURPOSE)
-            table.add_row(CONSOLE, self._page, CONSOLE_PURPOSE)
-        return table
+        servers = {engine_id: f"SGLang at {url}" for engine_id, url in self._urls.items()}
+        where = replace(self._where, sidecars=self._sidecars)
+        return where.table(self.nats_url, self._front_door, self._page, servers)
 
     def hints(self, logs: Path) -> list[str]:
         """Return lines that name what to do next."""
         lines = []
         if self._certificates is not None:
-            client = self._certificates / f"trainer-{DEFAULT_TENANT}"
-            lines.append(f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})")
+            lines.append(describe_clients(self._certificates))
         lines.append(f"Watch it: treadle top --scheduler {self._where.scheduler}")
         lines.append(
             f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are."

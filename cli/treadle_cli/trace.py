@@ -1,20 +1,63 @@
-"""Write a run as Chrome trace events, which https://ui.perfetto.dev and chrome://tracing show.
+"""Run `treadle trace`: draw the report of a finished run again, or write the run in another format.
 
-A process of each play has a track for each lane of an engine: as many as steps were there at once,
-and one for tools. A slice is a part of a step; an arrow leads from the engine that a trajectory
-left to the one that it moved to.
+Chrome trace events are what https://ui.perfetto.dev and chrome://tracing show. A process of each
+play has a track for each lane of an engine: as many as steps were there at once, and one for tools.
+A slice is a part of a step; an arrow leads from the engine that a trajectory left to the one that
+it moved to.
 """
 
 import heapq
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from treadle_cli.report.records import PlayRecord, Run, SpanRecord, TrajectoryRecord
+import typer
+
+from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
+from treadle_cli.options import AsJson, choose_console
+from treadle_cli.predictor.transcripts import write_run
+from treadle_cli.report.records import PlayRecord, Run, SpanRecord, TrajectoryRecord, read_run
 
 MICROSECONDS = 1e6  # a second, the unit of the format
 TOOLS = "tools"
+
+
+def trace(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run, runs/<id>.")],
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the run's trajectories to this trace file (docs/traces.md) instead."
+        ),
+    ] = None,
+    perfetto: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the run's steps as Chrome trace events for ui.perfetto.dev instead."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the report of a finished run again, from its trajectories.jsonl and summary.json."""
+    from treadle_cli.report.drawing import print_summary, render_run
+
+    with exits.end_with_one_line():
+        if perfetto is not None and traces is not None:
+            raise UsageProblem("trace takes either --traces FILE or --perfetto FILE")
+        if perfetto is not None:
+            file, what, count = perfetto, "slices", write_perfetto(read_run(run), perfetto)
+        elif traces is not None:
+            file, what, count = traces, "trajectories", write_run(run, traces)
+        else:
+            render_run(run, choose_console(as_json))
+            if as_json:
+                print_summary(run)
+            return
+        typer.echo(
+            json.dumps({"file": str(file), what: count}) if as_json else f"{file}: {count} {what}"
+        )
 
 
 def write_perfetto(run: Run, path: Path) -> int:

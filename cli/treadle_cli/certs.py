@@ -1,18 +1,23 @@
-"""Make certificates for a mesh: `treadle certs` makes an authority once, and certificates of it as
+"""Make the identities of a mesh: `treadle certs` makes an authority once, and certificates of it as
 often as it is run.
 
 Any other authority does as well (cert-manager, Vault): what Treadle needs of a certificate stands
-in docs/security.md.
+in docs/security.md. In NATS a service is a user, by the DNS name in its certificate: it publishes
+the facts of its own kinds, keeps its own buckets, and reads answers under its own inbox; nothing
+else (`nats_config`).
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -23,11 +28,14 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
+from rich.console import Console
+from treadle.certificates import AUTHORITY, CERTIFICATE, FOLDER_VARIABLE, KEY, NATS_NAME
+from treadle_runtime.facts import STREAM, SUBJECT_ROOT
 from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
 
-from treadle_cli.options import DEFAULT_DAYS
-from treadle_cli.problems import UsageProblem
+from treadle_cli import exits
+from treadle_cli.exits import UsageProblem
+from treadle_cli.options import AsJson, print_json
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
 OPERATOR, CONSOLE, NATS = "operator", "console", "nats"
@@ -35,6 +43,7 @@ RESOURCES_NAME = "resources.treadle"  # an operator's process serves resources
 DEFAULT_TENANT = "default"
 AUTHORITY_KEY = "ca.key"
 AUTHORITY_DAYS = 3650
+DEFAULT_DAYS = 90  # for which certificates are valid
 BACKDATED = timedelta(minutes=5)  # for clocks that are late
 
 
@@ -119,6 +128,32 @@ class Authority:
         _write(folder / CERTIFICATE, builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM))
 
 
+def certs(
+    folder: Annotated[Path, typer.Argument(help="Where the certificates go; kept between runs.")],
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose clients get a certificate; may be given several times."),
+    ] = None,
+    days: Annotated[
+        float, typer.Option(min=0.001, help="How long the certificates are valid.")
+    ] = DEFAULT_DAYS,
+    as_json: AsJson = False,
+) -> None:
+    """Make certificates for all parts of a mesh and for its clients; run again, make new ones of
+    the same authority."""
+    with exits.end_with_one_line():
+        tenants = tenant or [DEFAULT_TENANT]
+        make_certificates(folder, tenants, days)
+        if as_json:
+            names = sorted(identities(tenants))
+            print_json({"folder": str(folder), "days": days, "identities": names})
+            return
+        Console().print(
+            f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of "
+            "each service."
+        )
+
+
 def identities(tenants: Sequence[str]) -> dict[str, Identity]:
     """Return the identities of a whole mesh, by the name of their folder. Raises UsageProblem for a
     tenant of a bad name."""
@@ -153,6 +188,12 @@ def make_certificates(
     return folder
 
 
+def describe_clients(folder: Path) -> str:
+    """Return the line that names what clients need of the certificates in `folder`."""
+    client = folder / f"trainer-{DEFAULT_TENANT}"
+    return f"Clients: export {FOLDER_VARIABLE}={client}  (or {OPERATOR})"
+
+
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, valid: timedelta
 ) -> x509.CertificateBuilder:
@@ -181,3 +222,123 @@ def _write(path: Path, content: bytes) -> None:
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
     part.replace(path)
+
+
+PUBLISHES = {
+    "scheduler": (
+        *("trajectory-opened", "trajectory-closed", "trajectory-predicted"),
+        *("engine-joined", "engine-lost", "plan-made"),
+    ),
+    "sidecar": (
+        "step-queued",
+        "step-started",
+        "step-preempted",
+        "step-finished",
+        "weights-updated",
+    ),
+    "tools": ("tool-started", "tool-finished", "reward-ended"),
+    "migrator": ("migration-ended",),
+    "rollout": ("group-settled",),
+}
+HEARS_FACTS = frozenset({"scheduler", "predictor", "tools", "rollout", "console"})
+BUCKETS = {
+    "scheduler": ("treadle_trajectories",),
+    "predictor": ("TREADLE_PREDICTOR_HISTORY",),
+    "placement": (),
+    "migrator": ("treadle-migrations",),
+    "tools": ("treadle-tools-gpus", "treadle-tools-rewards"),
+    "rollout": ("treadle-rollout-log", "treadle-rollout-payload", "treadle-rollout-history"),
+    "gateway": (),
+    "console": (),
+    "sidecar": (),  # one for each engine: all but those of `_of_others`
+}
+
+
+def nats_config(certificate: Path, *, in_pod: bool = False) -> str:
+    """Return the configuration of a server that speaks TLS alone, from the first byte on.
+    certificate: the folder of its own. in_pod: with what one in Kubernetes needs too, where several
+    may be a cluster."""
+    files = {"cert_file": CERTIFICATE, "key_file": KEY, "ca_file": AUTHORITY}
+    lines = [f"  {name}: {json.dumps(str(certificate / file))}" for name, file in files.items()]
+    users = [f"  {json.dumps(user)}" for user in _users()]
+    tls = ["tls {", *lines, "  verify_and_map: true", "  handshake_first: true", "}"]
+    pod = (
+        ['http: "127.0.0.1:8222"', "cluster { tls {", *lines, "  verify: true", "} }"]
+        if in_pod
+        else []
+    )
+    return "\n".join([*tls, *pod, "authorization {", "users: [", *users, "]", "}", ""])
+
+
+def _users() -> Iterator[dict[str, object]]:
+    for service in BUCKETS:
+        publish: dict[str, list[str]] = {"allow": [*_facts(service), *_own_buckets(service)]}
+        if service == "sidecar":
+            publish = {
+                "allow": [*_facts(service), "$KV.>", "$JS.API.>", "$JS.ACK.>"],
+                "deny": _of_others(service),
+            }
+        subscribe = [
+            f"_INBOX.treadle-{service}.>",
+            *(["treadle.deliver.>"] if service in HEARS_FACTS else []),
+        ]
+        yield {
+            "user": f"{service}.treadle",
+            "permissions": {"publish": publish, "subscribe": {"allow": subscribe}},
+        }
+    looks = {"publish": {"deny": [">"]}, "subscribe": {"allow": [f"{SUBJECT_ROOT}.>"]}}
+    yield {"user": RESOURCES_NAME, "permissions": looks}  # an operator
+
+
+def _facts(service: str) -> list[str]:
+    """Return the subjects by which a service writes and reads facts, and makes their stream:
+    whichever starts first makes it."""
+    asks = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("CREATE", "UPDATE", "INFO")]
+    verbs = (
+        ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
+    )
+    hears = [
+        *(f"$JS.API.CONSUMER.{verb}.{STREAM}.>" for verb in verbs),
+        *([f"$JS.ACK.{STREAM}.>"] if verbs else ()),
+    ]
+    return [*(f"{SUBJECT_ROOT}.{kind}.>" for kind in PUBLISHES.get(service, ())), *asks, *hears]
+
+
+def _own_buckets(service: str) -> list[str]:
+    buckets = (*BUCKETS[service], f"treadle_requests_{service}")
+    return [subject for bucket in buckets for subject in _bucket(bucket)]
+
+
+def _of_others(service: str) -> list[str]:
+    others = [subject for other in BUCKETS if other != service for subject in _own_buckets(other)]
+    facts = [
+        f"{SUBJECT_ROOT}.{kind}.>"
+        for other, kinds in PUBLISHES.items()
+        if other != service
+        for kind in kinds
+    ]
+    keeps = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("DELETE", "PURGE")]
+    return [
+        *others,
+        *facts,
+        *keeps,
+        f"$JS.API.STREAM.MSG.DELETE.{STREAM}",
+        f"$JS.API.CONSUMER.*.{STREAM}.>",
+    ]
+
+
+def _bucket(bucket: str) -> list[str]:
+    """Return the subjects of all that its owner does with a bucket, which is a stream."""
+    stream = f"KV_{bucket}"
+    return [
+        f"$KV.{bucket}.>",
+        f"$JS.API.STREAM.*.{stream}",
+        f"$JS.API.STREAM.MSG.*.{stream}",
+        f"$JS.API.CONSUMER.*.{stream}",
+        f"$JS.API.CONSUMER.*.{stream}.>",
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>",
+        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.>",
+        f"$JS.API.DIRECT.GET.{stream}",
+        f"$JS.API.DIRECT.GET.{stream}.>",
+        f"$JS.ACK.{stream}.>",
+    ]

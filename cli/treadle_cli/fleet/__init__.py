@@ -1,1 +1,0 @@
-"""Change which engines a mesh has: attach servers, drain an engine, apply a plan."""

@@ -1,1 +1,0 @@
-"""Run `treadle top`: show a mesh that runs, in a terminal."""
