@@ -27,9 +27,9 @@ from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from treadle_runtime.fields import duration
 from treadle_runtime.identity.tenants import like
+from treadle_runtime.sglang_http import EngineClient
 
 from treadle_sidecar import convert
-from treadle_sidecar.engine.client import EngineClient
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.storage_keys import StoredPages

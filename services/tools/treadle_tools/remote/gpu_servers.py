@@ -10,26 +10,31 @@ import asyncio
 import enum
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import aiohttp
 import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
 from treadle_runtime.buckets import entries_of, kv_key
 from treadle_runtime.errors import Unavailable
+from treadle_runtime.sglang_http import (
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    Limits,
+    open_session,
+)
 
 from treadle_tools.remote.declarations import Server
 
 BUCKET = "treadle-tools-gpus"
 
-CONNECT_S = 2.0
-ANSWER_S = 10.0  # of a question
 IDLE_WAIT_S = 20.0  # for the last requests to end before a release
-MEMORY_S = 120.0  # 140 GB over PCIe take seconds, a busy host some more
+# 140 GB over PCIe take seconds, a busy host some more.
+LIMITS = Limits(connect_s=2.0, load_s=120.0)
 RETRY_S = 1.0
 
 log = structlog.get_logger()
@@ -214,14 +219,13 @@ class EngineTrouble(Unavailable):
 
 
 class EngineMemory:
-    """Has SGLang servers release their GPU memory to the host and resume it, over HTTP (SGLang
-    0.5).
+    """Has SGLang servers release their GPU memory to the host and resume it.
 
-    Owns the HTTP session.
+    Owns the connections.
     """
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession()
+        self._session = open_session()
 
     async def close(self) -> None:
         """Break off requests under way."""
@@ -232,13 +236,8 @@ class EngineMemory:
 
         Raises EngineAway; EngineTrouble for a server that would lose its weights.
         """
-        text = await self._ask("GET", url, "/server_info", ANSWER_S)
-        try:
-            info = dict(json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise EngineTrouble(
-                "ENGINE_REFUSED", f"{url}/server_info is no SGLang server's: {text[:300]!r}"
-            ) from error
+        async with self._calling(url) as server:
+            info = await server.server_info()
         saves = bool(info.get("enable_memory_saver"))
         if saves and not info.get("enable_weights_cpu_backup"):
             why = (
@@ -255,37 +254,28 @@ class EngineMemory:
 
         Raises EngineAway, EngineTrouble where it does not become idle.
         """
-        await self._ask(
-            "POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S
-        )
-        await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
+        async with self._calling(url) as server:
+            await server.flush_cache(IDLE_WAIT_S)
+            await server.release_memory()
 
     async def resume(self, url: str) -> None:
         """Resume a server's GPU memory, and return once it takes requests.
 
         The memory must have been released. Raises EngineAway, EngineTrouble.
         """
-        await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
+        async with self._calling(url) as server:
+            await server.resume_memory()
 
-    async def _ask(
-        self, method: str, url: str, path: str, within_s: float, body: Any = None
-    ) -> str:
-        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
+    @asynccontextmanager
+    async def _calling(self, url: str) -> AsyncIterator[EngineClient]:
         try:
-            async with self._session.request(
-                method, url + path, json=body, timeout=timeout
-            ) as response:
-                text = await response.text()
-        except TimeoutError as error:
-            raise EngineTrouble(
-                "ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s"
-            ) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            why = f"{url}{path} does not answer: {error!r}"
-            raise EngineAway("ENGINE_AWAY", why, retry_after_s=RETRY_S) from error
-        if response.status == 200:
-            return text
-        answer = " ".join(text.split())[:300]
-        raise EngineTrouble(
-            "ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}"
-        )
+            yield EngineClient(url, self._session, LIMITS)
+        except EngineLost as error:
+            if error.loss == "silent":
+                raise EngineTrouble("ENGINE_SILENT", str(error)) from error
+            if error.loss == "garbled":
+                raise EngineTrouble("ENGINE_REFUSED", str(error)) from error
+            raise EngineAway("ENGINE_AWAY", str(error), retry_after_s=RETRY_S) from error
+        except EngineRefused as error:
+            why = f"the engine at {url} refused (HTTP {error.status}): {error}"
+            raise EngineTrouble("ENGINE_REFUSED", why) from error
