@@ -18,13 +18,12 @@ from treadle_runtime.web import bind_http, serve_http
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.config import GatewaySettings
-from treadle_gateway.engines import Engines
+from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.http.app import make_app
 from treadle_gateway.http.chat import Chat
 from treadle_gateway.http.control import Control
 from treadle_gateway.http.fleet import Fleet
 from treadle_gateway.http.openai_api import OpenaiApi
-from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.http.sglang_api import SglangApi
 from treadle_gateway.http.vllm_api import VllmApi
 from treadle_gateway.mesh import MeshLink
