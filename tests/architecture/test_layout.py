@@ -29,7 +29,7 @@ MOST_MODULES_OF = {
     "services/rollout": 11,
     "services/scheduler": 11,
     "services/sidecar": 24,
-    "services/tools": 54,
+    "services/tools": 50,
     "sim": 23,
 }
 MOST_MODULES = 435
