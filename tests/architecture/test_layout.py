@@ -19,7 +19,7 @@ MOST_MODULES_OF = {
     "core": 71,
     "examples": 8,
     "learned": 14,
-    "runtime": 20,
+    "runtime": 21,
     "scripts": 5,
     "services/console": 12,
     "services/gateway": 19,

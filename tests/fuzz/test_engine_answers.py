@@ -33,7 +33,7 @@ from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_core.engine_queue.curves import EngineWork
 from treadle_core.engine_queue.progress import EngineProgress
-from treadle_runtime.sglang_http import EngineClient, EngineLost, EngineRefused, EngineRequest
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
 from treadle_sidecar.engine.watch import EngineNotes, read_profile
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]

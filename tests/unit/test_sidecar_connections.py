@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from treadle_runtime import sglang_http
+from treadle_runtime.http import sglang
 
 
 async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
@@ -12,7 +12,7 @@ async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
 ) -> None:
     """SGLang closes a connection after a while without requests; the request that meets it there
     would be lost."""
-    monkeypatch.setattr(sglang_http, "IDLE_CONNECTION_S", 0.05)
+    monkeypatch.setattr(sglang, "IDLE_CONNECTION_S", 0.05)
     peers: list[object] = []
 
     async def abort(request: web.Request) -> web.Response:
@@ -25,7 +25,7 @@ async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
     runner = web.AppRunner(application)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = sglang_http.EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    engine = sglang.EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
         await engine.abort("a")
         await asyncio.sleep(1.0)

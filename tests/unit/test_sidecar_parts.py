@@ -14,7 +14,7 @@ import pytest
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
-from treadle_runtime.sglang_http import EngineClient, EngineLost, EngineRefused
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.convert import engine_info
 from treadle_sidecar.engine.process import (

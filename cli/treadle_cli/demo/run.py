@@ -27,7 +27,7 @@ from treadle.certificates import FOLDER_VARIABLE
 from treadle.environments import Chat
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
-from treadle_runtime.sglang_http import EngineClient, Limits, open_session
+from treadle_runtime.http.sglang import EngineClient, Limits, open_session
 
 from treadle_cli.demo.chatml import read_chat
 from treadle_cli.demo.live import LiveBoard

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from treadle_runtime.config import is_loopback
-from treadle_runtime.sglang_http import (
+from treadle_runtime.http.sglang import (
     INCREMENTAL_FLAG,
     EngineClient,
     EngineLost,

@@ -218,7 +218,7 @@ def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
 
 async def until_healthy(engine: Engine) -> None:
     """Return once the engine's /health answers 200. Raises ProcessError."""
-    from treadle_runtime.sglang_http import (
+    from treadle_runtime.http.sglang import (
         EngineClient,
         EngineLost,
         EngineRefused,
@@ -244,7 +244,7 @@ async def forget_caches(
 ) -> None:
     """Empty the KV of all engines, in their pools and in shared storage."""
 
-    from treadle_runtime.sglang_http import EngineClient, EngineRefused, Limits, open_session
+    from treadle_runtime.http.sglang import EngineClient, EngineRefused, Limits, open_session
 
     async def flush(engine: Engine) -> None:
         # The engine may still hold a step whose last token has been read, or a probe: the flush

@@ -16,7 +16,7 @@ from typing import Any
 
 import structlog
 import treadle
-from treadle_runtime.sglang_http import EngineLost
+from treadle_runtime.http.sglang import EngineLost
 
 from treadle_gateway.engines import Engines
 from treadle_gateway.mesh import Event, MeshLink, Visit

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from treadle import Sampling
-from treadle_runtime.sglang_http import (
+from treadle_runtime.http.sglang import (
     EngineClient,
     EngineLost,
     EngineRefused,

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from starlette.requests import Request
 from treadle import Sampling, VersionSpan
-from treadle_runtime.sglang_http import SAMPLING
+from treadle_runtime.http.sglang import SAMPLING
 
 Finish = Literal["stop", "length", "abort"]
 HIGHEST_ID = 2**31 - 1  # logprob of a token

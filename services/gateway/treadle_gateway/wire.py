@@ -13,8 +13,8 @@ from treadle.connection import Mesh
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_runtime.calls import Channels
 from treadle_runtime.errors import StartError
+from treadle_runtime.http.web import bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring, receive_limit_bytes
-from treadle_runtime.web import bind_http, serve_http
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.config import GatewaySettings

@@ -28,7 +28,7 @@ from treadle_runtime.fields import (
     require_timestamp,
     seconds,
 )
-from treadle_runtime.sglang_http import SAMPLING
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import ASLEEP, MEMORY, EngineProfile

@@ -31,7 +31,7 @@ import structlog
 from treadle_core.engine_queue.curves import MeasuredCurve
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_runtime.errors import TreadleError
-from treadle_runtime.sglang_http import EngineClient, EngineLost, EngineRefused, EngineRequest
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
 
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner

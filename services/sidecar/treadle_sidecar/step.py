@@ -22,8 +22,8 @@ from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, Ver
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError
 from treadle_runtime.fields import duration, require, timestamp
+from treadle_runtime.http.sglang import EngineChunk, EngineClient, EngineRequest, sglang_sampling
 from treadle_runtime.identity.tenants import like, owner_of
-from treadle_runtime.sglang_http import EngineChunk, EngineClient, EngineRequest, sglang_sampling
 
 from treadle_sidecar.engine.watch import EngineProfile
 

@@ -27,7 +27,7 @@ import structlog
 from treadle_core.model import INCOMPLETE
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, TreadleError
-from treadle_runtime.sglang_http import EngineClient, EngineRefused
+from treadle_runtime.http.sglang import EngineClient, EngineRefused
 
 from treadle_sidecar.convert import PushPart, StepFacts
 from treadle_sidecar.engine.watch import MEMORY, EngineProfile, EngineWatch, engine_lost, write_name

@@ -14,10 +14,10 @@ from treadle_core.engine_queue.preemptive_queue import QueuePolicy
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import DecodeCurve
 from treadle_runtime.fields import seconds, timestamp
+from treadle_runtime.http.sglang import EngineClient
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.server import Runtime, Wiring
-from treadle_runtime.sglang_http import EngineClient
 from treadle_runtime.telemetry import Metrics
 
 from treadle_sidecar import convert

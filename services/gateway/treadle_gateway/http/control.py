@@ -21,7 +21,7 @@ import treadle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from treadle.engine.v1 import engine_pb2
-from treadle_runtime.sglang_http import EngineClient
+from treadle_runtime.http.sglang import EngineClient
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Engines, Proxy

@@ -19,7 +19,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
-from treadle_runtime.sglang_http import SAMPLING
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Proxy

@@ -25,7 +25,7 @@ from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_runtime.errors import FailedPrecondition, Unavailable
 from treadle_runtime.fields import require
-from treadle_runtime.sglang_http import (
+from treadle_runtime.http.sglang import (
     INCREMENTAL_FLAG,
     LARGEST_INT32,
     LARGEST_INT64,
@@ -237,7 +237,7 @@ def _end_tokens(config: Mapping[str, Any]) -> list[int]:
 @dataclass(frozen=True)
 class EngineNotes:
     """Notes of all requests on the engine, which its client hands in: the observer of
-    `treadle_runtime.sglang_http`."""
+    `treadle_runtime.http.sglang`."""
 
     work: EngineWork
     """Tokens of the streams, from which the decode curve is measured."""

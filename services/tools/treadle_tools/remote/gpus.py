@@ -31,7 +31,7 @@ from treadle_core.tools.arrangement import Chunk
 from treadle_core.tools.grants import SERVED, End, Ended, Service
 from treadle_runtime.buckets import entries_of, kv_key
 from treadle_runtime.errors import TreadleError, Unavailable
-from treadle_runtime.sglang_http import (
+from treadle_runtime.http.sglang import (
     EngineClient,
     EngineLost,
     EngineRefused,

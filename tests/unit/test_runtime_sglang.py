@@ -6,7 +6,7 @@ import pytest
 import treadle
 from support.fake_sglang import expected, fake_sglang
 from treadle.common.v1.tokens_pb2 import SamplingParams
-from treadle_runtime.sglang_http import (
+from treadle_runtime.http.sglang import (
     SAMPLING,
     EngineClient,
     EngineLost,
