@@ -36,7 +36,7 @@ from llvmlite import ir
 WARM_UPS = (
     "treadle_scheduler.wire",
     "treadle_placement.wire",
-    "treadle_tools.scheduling.resources",
+    "treadle_tools.resources",
 )
 READ_ARRAY = r"""
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION

@@ -20,7 +20,7 @@ from support.processes import StartService
 from support.real_engines import RealEngine
 from support.rewards import RewardCalls
 from treadle.tools.v1 import rewards_pb2
-from treadle_tools.remote.gpu_servers import EngineMemory
+from treadle_tools.remote.gpus import EngineMemory
 
 ANSWER_S = 120.0
 

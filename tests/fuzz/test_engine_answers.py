@@ -33,8 +33,8 @@ from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_core.engine_queue.curves import EngineWork
 from treadle_core.engine_queue.progress import EngineProgress
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
-from treadle_sidecar.engine.watch import read_profile
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
+from treadle_sidecar.engine.watch import EngineNotes, read_profile
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]
 PROMPT, TOKENS = list(range(10, 74)), 6
@@ -196,7 +196,9 @@ async def test_what_an_engine_answers_is_read_or_refused() -> None:
     """Each question that a sidecar asks, before each answer."""
     engine = HostileSglang(token_s=0.0)
     await engine.start()
-    client = EngineClient(engine.url, EngineWork(lambda *_: None), EngineProgress(60.0))
+    notes = EngineNotes(EngineWork(lambda *_: None), EngineProgress(60.0))
+    client = EngineClient(engine.url, observer=notes)
+    client.incremental = True
 
     async def describe() -> None:
         read_profile(*await client.describe())
@@ -211,7 +213,7 @@ async def test_what_an_engine_answers_is_read_or_refused() -> None:
         describe,
         generate,
         client.name_of_weights,
-        client.kv_tokens_used,
+        client.kv_tokens,
         lambda: client.prefill("r", PROMPT, "salt"),
         lambda: client.text_of(PROMPT),
         lambda: client.update_weights("m", "v"),

@@ -33,7 +33,7 @@ from treadle_placement.wire import compile_kernels
 from treadle_runtime.config import Settings
 from treadle_runtime.telemetry import Metrics
 from treadle_sim.cluster import Cluster
-from treadle_tools.scheduling import resources
+from treadle_tools import resources
 
 Signatures = set[tuple[str, str]]
 

@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY
 from treadle_cli.certs import make_certificates
 from treadle_cli.mesh.services import GATEWAY_FOLDER
-from treadle_runtime.web import RENEW_S, bind_http, serve_http
+from treadle_runtime.http.web import RENEW_S, bind_http, serve_http
 
 
 async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(

@@ -4,9 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
-from treadle_sidecar.engine import client
+from treadle_runtime.http import sglang
 
 
 async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
@@ -14,7 +12,7 @@ async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
 ) -> None:
     """SGLang closes a connection after a while without requests; the request that meets it there
     would be lost."""
-    monkeypatch.setattr(client, "IDLE_CONNECTION_S", 0.05)
+    monkeypatch.setattr(sglang, "IDLE_CONNECTION_S", 0.05)
     peers: list[object] = []
 
     async def abort(request: web.Request) -> web.Response:
@@ -27,11 +25,7 @@ async def test_a_connection_that_the_engine_is_about_to_close_is_not_used(
     runner = web.AppRunner(application)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = client.EngineClient(
-        f"http://127.0.0.1:{runner.addresses[0][1]}",
-        EngineWork(lambda _: None),
-        EngineProgress(stall_s=30.0),
-    )
+    engine = sglang.EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}")
     try:
         await engine.abort("a")
         await asyncio.sleep(1.0)

@@ -12,12 +12,11 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from treadle.common.v1.ticket_pb2 import Ticket
-from treadle_core.engine_queue.curves import EngineWork
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.convert import engine_info
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.process import (
     EngineSpec,
     choose_weights,
@@ -115,7 +114,7 @@ async def test_the_loop_runs_other_tasks_while_a_long_prefix_is_looked_up(tmp_pa
     meanwhile."""
     ids, others_ran = array("i", range(128 * 1024)), 0
     progress = EngineProgress(stall_s=1.0)
-    engine = EngineClient("http://127.0.0.1:1", EngineWork(lambda *_: None), progress)
+    engine = EngineClient("http://127.0.0.1:1")
     watch = EngineWatch(engine, progress, lambda: None)
     server = {"page_size": 16, "incremental_streaming_output": True}
     watch.profile = read_profile(server, {"model_path": "m", "weight_version": "v1"}, 0)

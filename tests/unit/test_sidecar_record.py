@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1.engine_pb2 import StepFinished
 from treadle_runtime.fields import seconds
-from treadle_sidecar.engine.client import EngineChunk
+from treadle_runtime.http.sglang import EngineChunk
 from treadle_sidecar.step import LENGTH, STOP, SplitStops, StepOrder, StepRecord
 
 

@@ -17,13 +17,7 @@ from treadle_core.tools.action import (
 from treadle_core.tools.action import UnitSet as Units
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON
 from treadle_tools.registry import RegistrationError, Registry
-from treadle_tools.scheduling.resources import (
-    NODE_ID,
-    Demands,
-    find_node,
-    parse_cpu_list,
-    total_memory_bytes,
-)
+from treadle_tools.resources import NODE_ID, Demands, find_node, parse_cpu_list, total_memory_bytes
 from treadle_tools.tool import MIB, Limits, Result, Scaling, Status, Tool
 
 GIB = 1024 * MIB

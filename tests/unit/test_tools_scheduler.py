@@ -14,7 +14,7 @@ from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_core.tools.grants import End, Ended
 from treadle_core.tools.providers import BasicManager, Provider, Quota
 from treadle_runtime.errors import ResourceExhausted
-from treadle_tools.scheduling.actions import ActionScheduler
+from treadle_tools.actions import ActionScheduler
 
 
 @asynccontextmanager

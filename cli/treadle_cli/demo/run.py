@@ -18,9 +18,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import grpc
 import psutil
 from rich.console import Console
@@ -29,6 +27,7 @@ from treadle.certificates import FOLDER_VARIABLE
 from treadle.environments import Chat
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
+from treadle_runtime.http.sglang import EngineClient, Limits, open_session
 
 from treadle_cli.demo.agents import make_prompts, read_chat
 from treadle_cli.demo.rollout import LiveBoard, Work, play, report_run, time_stamp
@@ -148,18 +147,13 @@ async def run_demo(
 async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
     """Generate WARM_TOKENS on each engine, alone and as a batch: the first batch of a fresh engine
     is slow."""
-    async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(ENGINE_TIMEOUT_S), raise_for_status=True
-    ) as http:
-
-        async def generate(engine: Engine, body: dict[str, Any]) -> None:
-            async with http.post(f"{engine.url}/generate", json=body) as answer:
-                await answer.read()
-
+    limits = Limits(silence_s=ENGINE_TIMEOUT_S)
+    async with open_session() as session:
+        clients = [EngineClient(engine.url, session, limits) for engine in engines]
         for batch in WARM_BATCHES:
             sampling = {"max_new_tokens": WARM_TOKENS, "ignore_eos": True}
             body = {"input_ids": [token_ids] * batch, "sampling_params": sampling}
-            await asyncio.gather(*[generate(engine, body) for engine in engines])
+            await asyncio.gather(*[client.generate_whole(body) for client in clients])
 
 
 async def _play(

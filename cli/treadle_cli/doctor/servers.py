@@ -12,9 +12,15 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 from treadle_runtime.config import is_loopback
-from treadle_sidecar.engine.client import INCREMENTAL_FLAG, EngineLost, EngineRefused
+from treadle_runtime.http.sglang import (
+    INCREMENTAL_FLAG,
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    Limits,
+    open_session,
+)
 from treadle_sidecar.engine.process import PAGE_TOKENS, SPARE_REQUESTS
 from treadle_sidecar.engine.watch import EngineProfile, read_profile
 
@@ -85,49 +91,46 @@ def clean_urls(urls: Sequence[str]) -> list[str]:
 
 async def read_servers(urls: Sequence[str]) -> list[Server]:
     """Read all servers at once, and return them in the order of the URLs."""
-    timeout = aiohttp.ClientTimeout(ANSWER_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
-        return list(await asyncio.gather(*[_read(http, url) for url in urls]))
+    limits = Limits(connect_s=ANSWER_S, answer_s=ANSWER_S)
+    async with open_session() as session:
+        clients = [EngineClient(url, session, limits) for url in urls]
+        return list(await asyncio.gather(*map(_read, clients)))
 
 
-async def _read(http: aiohttp.ClientSession, url: str) -> Server:
-    unknown = partial(Server, url, {}, {})
+async def _read(client: EngineClient) -> Server:
     answers: list[Mapping[str, Any]] = []
-    for path in ("/server_info", "/model_info"):
+    for path, question in (
+        ("/server_info", client.server_info),
+        ("/model_info", client.model_info),
+    ):
         try:
-            async with http.get(f"{url}{path}") as response:
-                if response.status in NEEDS_KEY:
-                    return unknown(
-                        "it asks for an API key",
-                        "A sidecar sends none: start it without --api-key.",
-                    )
-                if response.status != 200:
-                    says = (
-                        f"{path} answers HTTP {response.status}, so it is no SGLang "
-                        f"{TESTED_VERSION}"
-                    )
-                    return unknown(
-                        says,
-                        f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.",
-                    )
-                answer = await response.json(content_type=None)
-        except TimeoutError:
-            says = f"{path} has no answer within {ANSWER_S:.0f} s"
-            return unknown(says, "It hangs, or is busy: look at its log, and try again.")
-        except (aiohttp.ClientError, OSError) as error:
-            return unknown(
-                f"does not answer: {str(error) or type(error).__name__}",
-                "Is the server up at this URL?",
-            )
-        except (ValueError, RecursionError):
-            answer = None
-        if not isinstance(answer, dict):
-            return unknown(
-                f"{path} answers no JSON object",
-                f"Give the URL of a server of SGLang {TESTED_VERSION}.",
-            )
-        answers.append(answer)
-    return Server(url, server=answers[0], model=answers[1])
+            answers.append(await question())
+        except (EngineLost, EngineRefused) as error:
+            return Server(client.url, {}, {}, *_explain(path, error))
+    return Server(client.url, server=answers[0], model=answers[1])
+
+
+def _explain(path: str, error: EngineLost | EngineRefused) -> tuple[str, str]:
+    """Return why a server has not answered, and what to do."""
+    if isinstance(error, EngineRefused):
+        if error.status in NEEDS_KEY:
+            return ("it asks for an API key", "A sidecar sends none: start it without --api-key.")
+        return (
+            f"{path} answers HTTP {error.status}, so it is no SGLang {TESTED_VERSION}",
+            f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.",
+        )
+    if error.loss == "silent":
+        return (
+            f"{path} has no answer within {ANSWER_S:.0f} s",
+            "It hangs, or is busy: look at its log, and try again.",
+        )
+    if error.loss == "garbled":
+        return (
+            f"{path} answers no JSON object",
+            f"Give the URL of a server of SGLang {TESTED_VERSION}.",
+        )
+    cause = error.__cause__
+    return f"does not answer: {str(cause) or type(cause).__name__}", "Is the server up at this URL?"
 
 
 def check_servers(servers: Sequence[Server]) -> Iterator[Finding]:

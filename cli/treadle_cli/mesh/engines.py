@@ -231,16 +231,23 @@ def _devices(index: int, degree: int, visible: str) -> tuple[str, ...]:
 
 async def until_healthy(engine: Engine) -> None:
     """Return once the engine's /health answers 200. Raises ProcessError."""
-    import aiohttp
+    from treadle_runtime.http.sglang import (
+        EngineClient,
+        EngineLost,
+        EngineRefused,
+        Limits,
+        open_session,
+    )
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)) as http:
+    async with open_session() as session:
+        client = EngineClient(engine.url, session, Limits(answer_s=HEALTH_TIMEOUT_S))
 
         async def healthy() -> bool | None:
             try:
-                async with http.get(f"{engine.url}/health") as answer:
-                    return answer.ok or None
-            except (aiohttp.ClientError, TimeoutError):
+                await client.health()
+            except (EngineLost, EngineRefused):
                 return None
+            return True
 
         await engine.child.until(healthy, "healthy answer", START_TIMEOUT_S)
 
@@ -250,19 +257,18 @@ async def forget_caches(
 ) -> None:
     """Empty the KV of all engines, in their pools and in shared storage."""
 
+    from treadle_runtime.http.sglang import EngineClient, EngineRefused, Limits, open_session
+
     async def flush(engine: Engine) -> None:
         # The engine may still hold a step whose last token has been read, or a probe: the flush
         # waits for it.
-        async with http.post(
-            f"{engine.url}/flush_cache", params={"timeout": FLUSH_WAIT_S}
-        ) as answer:
-            if not answer.ok:
-                note(f"{engine.engine_id} did not flush its cache: {(await answer.text()).strip()}")
+        client = EngineClient(engine.url, session, Limits(answer_s=HEALTH_TIMEOUT_S))
+        try:
+            await client.flush_cache(FLUSH_WAIT_S)
+        except EngineRefused as error:
+            note(f"{engine.engine_id} did not flush its cache: {str(error).strip()}")
 
-    import aiohttp
-
-    timeout = aiohttp.ClientTimeout(FLUSH_WAIT_S + HEALTH_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http, asyncio.TaskGroup() as tasks:
+    async with open_session() as session, asyncio.TaskGroup() as tasks:
         for engine in engines:
             if not engine.child.exited.is_set():
                 tasks.create_task(flush(engine))

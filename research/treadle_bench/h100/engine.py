@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 from treadle_core.model import DecodeCurve
-from treadle_sidecar.engine.client import IDLE_CONNECTION_S
+from treadle_runtime.http.sglang import IDLE_CONNECTION_S
 
 from treadle_bench.fidelity.live import HIGHEST_TOKEN_ID
 

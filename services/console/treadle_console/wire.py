@@ -6,8 +6,8 @@ import uuid
 from typing import cast
 
 from treadle.telemetry.v1.facts_pb2 import Fact
+from treadle_runtime.http.web import bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring
-from treadle_runtime.web import bind_http, serve_http
 
 from treadle_console import convert
 from treadle_console.app import Feed, Pages, make_app

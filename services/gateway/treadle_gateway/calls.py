@@ -16,8 +16,9 @@ from typing import Any
 
 import structlog
 import treadle
+from treadle_runtime.http.sglang import EngineLost
 
-from treadle_gateway.engines import EngineAway, Engines
+from treadle_gateway.engines import Engines
 from treadle_gateway.mesh import Event, MeshLink, Visit
 from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens
 from treadle_gateway.text import TextModel, is_whole
@@ -229,7 +230,7 @@ class Calls:
                         ):
                             put(Ended("stop"))
                             return
-            except EngineAway as error:
+            except EngineLost as error:
                 if time.monotonic() - silent_since > self._give_up_s:
                     raise Refused(
                         f"neither the mesh nor an engine answers: {error}", 503

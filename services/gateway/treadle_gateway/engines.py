@@ -1,43 +1,52 @@
-"""Call the engines' own HTTP servers, for all requests while the mesh is away, and for what the
+"""Call the engines' own HTTP servers: for all requests while the mesh is away, and for what the
 mesh does not carry.
 
 While the mesh is away a session stays on its engine, where its KV is, and a new one goes to the
 engine with the fewest requests of this gateway. The engines are those that the mesh named last.
+
+The sidecar does not know of requests that the gateway forwards, and can neither hold nor end them.
+So the gateway does: they wait while an engine is paused, asleep or without whole weights, and
+whoever changes an engine ends them first, or waits for them.
 """
 
 import asyncio
 import json
 import time
+import uuid
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
-import aiohttp
+import structlog
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 from treadle import Sampling
+from treadle_runtime.http.sglang import (
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    EngineRequest,
+    Limits,
+    open_session,
+    sglang_sampling,
+)
 
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Ended, Order, Refused, Tokens
+from treadle_gateway.order import Ended, Finish, Order, Refused, Tokens, run_unless_gone
 
-ANSWER_TIMEOUT_S = 10.0
-SILENT_S = 600.0  # silence of a stream; longer than the prefill of any context
-LONGEST_LINE_BYTES = 4 * 1024 * 1024
+log = structlog.get_logger()
+
+# An engine answers a question late while it prefills; 600 s are longer than the prefill of any
+# context.
+LIMITS = Limits(connect_s=10.0, answer_s=600.0, silence_s=600.0)
 REMEMBERED_SESSIONS = 100_000
 AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
-_LOST = (aiohttp.ClientError, ConnectionError, TimeoutError, asyncio.IncompleteReadError)
-# Errors that an answer raises which SGLang would not give.
-_BROKEN = (LookupError, TypeError, ValueError)
+AGAIN_S = 1.0  # an engine forgets the abort of a request that it does not have yet
 
 T = TypeVar("T")
-
-
-class EngineAway(Exception):  # noqa: N818 - what happened
-    """Raised where an engine does not answer, or broke off. unsent: it cannot have got the
-    request."""
-
-    def __init__(self, message: str, *, unsent: bool = False) -> None:
-        super().__init__(message)
-        self.unsent = unsent
 
 
 class Engines:
@@ -48,35 +57,28 @@ class Engines:
         self._of_session: OrderedDict[str, str] = OrderedDict()  # URL of the session's engine
         self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
-        self._http = aiohttp.ClientSession(
-            # SGLang closes connections that are idle for 5 s
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-            read_bufsize=LONGEST_LINE_BYTES,
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=ANSWER_TIMEOUT_S, sock_read=SILENT_S
-            ),
-        )
+        self._session = open_session()
 
     async def close(self) -> None:
         """Close all connections, also those of running requests."""
-        await self._http.close()
+        await self._session.close()
 
     @property
     def urls(self) -> list[str]:
         """Return the URLs of the engines that report one, without those that are drained unless all
         are."""
-        told = [engine for engine in self._mesh.engines.values() if engine.url]
-        return [engine.url for engine in told if not engine.draining] or [
-            engine.url for engine in told
+        known = [engine for engine in self._mesh.engines.values() if engine.url]
+        return [engine.url for engine in known if not engine.draining] or [
+            engine.url for engine in known
         ]
 
     def choose(self, session: str) -> str:
         """Return the URL of the session's engine, or of the one with the fewest requests. Raises
-        EngineAway."""
+        EngineLost."""
         urls = self.urls
         if not urls:
             some = "no engine has told the URL of its HTTP server"
-            raise EngineAway(some if self._mesh.engines else "no engine is registered yet")
+            raise EngineLost(some if self._mesh.engines else "no engine is registered yet")
         kept = self._of_session.get(session) if session else None
         if kept in urls and not self._has_failed(kept):
             self._of_session.move_to_end(session)
@@ -89,42 +91,18 @@ class Engines:
         return chosen
 
     async def generate(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
-        """Yield tokens as they come, then the end. Raises EngineAway, and Refused where the engine
+        """Yield tokens as they come, then the end. Raises EngineLost, and Refused where the engine
         refuses."""
-        body = {
-            "rid": order.rid,
-            "input_ids": order.prompt,
-            "sampling_params": engine_sampling(order.sampling),
-            "stream": True,
-            "return_logprob": True,
-        }
-        received = 0
-        async with self.request("POST", self.choose(order.session), "/generate", body) as response:
-            if response.status != 200:
-                raise Refused(await error_of(response), response.status)
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                answer = json.loads(line[6:])
-                if "error" in answer:
-                    raise Refused(str(answer["error"].get("message", answer["error"])))
-                meta, ids = answer["meta_info"], answer["output_ids"]
-                count, entries = meta["completion_tokens"], meta.get("output_token_logprobs") or []
-                # An answer has all tokens so far, or with --incremental-streaming-output the new
-                # ones alone.
-                start = received if len(ids) >= count else 0
-                new = slice(start, start + count - received)
-                if count > received:
-                    yield Tokens(
-                        ids[new], [entry[0] for entry in entries[new]], meta["weight_version"]
-                    )
-                received = count
-                if meta["finish_reason"]:
-                    yield Ended(
-                        meta["finish_reason"]["type"], cached_tokens=meta.get("cached_tokens") or 0
-                    )
-                    return
-        raise EngineAway("the engine ended a stream without saying why")
+        request = EngineRequest(order.rid, order.prompt, engine_sampling(order.sampling))
+        async with (
+            self.calling(self.choose(order.session)) as engine,
+            aclosing(engine.generate(request)) as chunks,
+        ):
+            async for chunk in chunks:
+                if chunk.token_ids:
+                    yield Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version)
+                if chunk.finish:
+                    yield Ended(cast(Finish, chunk.finish), cached_tokens=chunk.cached_tokens)
 
     def _has_failed(self, url: str) -> bool:
         return time.monotonic() - self._failed.get(url, -AVOIDED_S) < AVOIDED_S
@@ -135,84 +113,204 @@ class Engines:
         for _ in self.urls[1:]:
             try:
                 return await attempt()
-            except EngineAway as error:
-                if not error.unsent:
+            except EngineLost as error:
+                if error.loss != "unsent":
                     raise
         return await attempt()
 
-    async def ask_any(self, method: str, path: str, body: object = None) -> Any:
-        """Return the JSON with which one engine answers. Raises EngineAway, Refused."""
-        return await self.until_sent(lambda: self.ask(method, path, body, self.choose("")))
+    async def ask_any(self, question: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Return what one engine answers. Raises Refused."""
 
-    async def ask(self, method: str, path: str, body: object, url: str) -> Any:
-        """Return the JSON with which this engine answers. Raises EngineAway, Refused."""
-        async with self.request(method, url, path, body) as response:
-            if response.status != 200:
-                raise Refused(await error_of(response), response.status)
-            return (
-                await response.json()
-                if response.content_type == "application/json"
-                else await response.text()
-            )
+        async def attempt() -> T:
+            async with self.calling(self.choose("")) as engine:
+                return await question(engine)
+
+        try:
+            return await self.until_sent(attempt)
+        except EngineLost as error:
+            raise Refused(str(error), 503) from error
+
+    async def ask(self, url: str, question: Callable[[EngineClient], Awaitable[T]]) -> T:
+        """Return what this engine answers. Raises Refused."""
+        try:
+            async with self.calling(url) as engine:
+                return await question(engine)
+        except EngineLost as error:
+            raise Refused(str(error), 503) from error
 
     @asynccontextmanager
-    async def request(
-        self, method: str, url: str, path: str, body: object = None, raw: bytes | None = None
-    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Run one HTTP exchange with one engine. raw: the body as it is, in place of JSON. Raises
-        EngineAway."""
-        headers = {"Content-Type": "application/json"} if raw is not None else None
+    async def calling(self, url: str) -> AsyncGenerator[EngineClient, None]:
+        """Yield a client of this engine for one request, which counts as running within the block.
+        Raises EngineLost, and Refused where the engine refuses."""
         self._running[url] += 1
         try:
-            async with self._http.request(
-                method,
-                f"{url}{path}",
-                json=body if raw is None else None,
-                data=raw,
-                headers=headers,
-            ) as response:
-                self._failed.pop(url, None)
-                yield response
-        except _LOST as error:
-            self._failed[url] = time.monotonic()
-            unsent = isinstance(error, aiohttp.ClientConnectorError)
-            raise EngineAway(
-                f"the engine at {url} does not answer {path}: {error!r}", unsent=unsent
-            ) from error
-        except _BROKEN as error:
-            raise EngineAway(
-                f"the engine at {url} answers {path} as SGLang would not: {error!r}"
-            ) from error
+            yield EngineClient(url, self._session, LIMITS)
+        except EngineLost as error:
+            if error.loss != "garbled":
+                self._failed[url] = time.monotonic()
+            raise
+        except EngineRefused as error:
+            self._failed.pop(url, None)
+            raise Refused(str(error), error.status) from error
+        else:
+            self._failed.pop(url, None)
         finally:
             self._running[url] -= 1
 
 
 def engine_sampling(sampling: Sampling) -> Mapping[str, object]:
     """Return SGLang's sampling_params."""
-    given = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "sampling_seed": sampling.seed,
-        "stop": list(sampling.stop) or None,
-        "stop_token_ids": list(sampling.stop_token_ids) or None,
-        "ignore_eos": sampling.ignore_eos,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-    }
-    return {name: value for name, value in given.items() if value is not None}
+    return {**sglang_sampling(vars(sampling).items()), "no_stop_trim": True}
 
 
-async def error_of(response: aiohttp.ClientResponse) -> str:
-    """Return the reason that an engine gives for its refusal."""
-    text = await response.text()
-    try:
-        answer = json.loads(text)
-    except json.JSONDecodeError:
-        return text[:400]
-    error = answer.get("error") if isinstance(answer, dict) else None
-    return str(
-        error.get("message", error) if isinstance(error, dict) else answer.get("message") or answer
-    )
+@dataclass(frozen=True, eq=False)
+class _Forwarded:
+    """A request that an engine has."""
+
+    rids: list[str]
+    url: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """A change of engines, during which they get no requests."""
+
+    urls: Collection[str]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Proxy:
+    """Forwards requests that the mesh does not carry, and so does not schedule. until_runs: awaited
+    with an engine's URL before a request is sent there. count: called for each request."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        until_runs: Callable[[str], Awaitable[None]],
+        count: Callable[[], None],
+    ) -> None:
+        self._engines, self._until_runs, self._count = engines, until_runs, count
+        self._running: set[_Forwarded] = set()
+        self._changes: set[_Change] = set()
+
+    async def forward(self, request: Request, raw: bytes, session: str) -> Response:
+        """Return the engine's answer. Raises Refused where no engine answers, CallerGone."""
+        rids, raw = _with_rids(raw)
+        path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
+        path += f"?{request.url.query}" if request.url.query else ""
+
+        async def attempt() -> Response:
+            async with AsyncExitStack() as stack:
+                url = await stack.enter_async_context(self._admit(session, rids))
+                # The bytes go on unchanged, as the mesh carries nothing of what these requests ask.
+                engine = await stack.enter_async_context(self._engines.calling(url))
+                exchange = engine.forward(request.method, path, raw)
+                response = await stack.enter_async_context(exchange)
+                kind = response.headers.get("content-type")
+                return _Relay(response.content.iter_any(), response.status, kind, stack.pop_all())
+
+        return await run_unless_gone(request, self._send(attempt))
+
+    async def ask(self, order: Order, body: Mapping[str, Any]) -> Any:
+        """Return an engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
+
+        async def attempt() -> Any:
+            async with (
+                self._admit(order.session, [order.rid]) as url,
+                self._engines.calling(url) as engine,
+            ):
+                return await engine.generate_whole({**body, "rid": order.rid})
+
+        return await self._send(attempt)
+
+    async def _send(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        self._count()
+        try:
+            return await self._engines.until_sent(attempt)
+        except EngineLost as error:
+            raise Refused(str(error), 503) from error
+
+    async def abort(self, rid: str, url: str | None) -> int:
+        """End the requests whose rid begins with `rid`, all where it is empty, with the tokens that
+        they have. url: only those of this engine. Return how many."""
+        found = [
+            (each, request.url)
+            for request in self._running
+            for each in request.rids
+            if each.startswith(rid) and url in (None, request.url)
+        ]
+
+        async def end(each: str, at: str) -> None:
+            try:
+                await self._engines.ask(at, lambda engine: engine.abort(each))
+            except Refused as error:
+                log.warning("a forwarded request was not aborted", rid=each, error=str(error))
+
+        async with asyncio.TaskGroup() as group:
+            for each, at in found:
+                group.create_task(end(each, at))
+        return len(found)
+
+    @asynccontextmanager
+    async def keep_off(self, urls: Collection[str], *, abort: bool) -> AsyncIterator[None]:
+        """Keep forwarded requests off these engines during the block. abort: end those that run,
+        rather than wait."""
+        change = _Change(urls)
+        self._changes.add(change)
+        try:
+            if abort:
+                for url in urls:
+                    await self.abort("", url)
+            while running := [request for request in self._running if request.url in urls]:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(AGAIN_S if abort else None):
+                        await running[0].ended.wait()
+                        continue
+                await self.abort("", running[0].url)
+            yield
+        finally:
+            self._changes.discard(change)
+            change.ended.set()
+
+    @asynccontextmanager
+    async def _admit(self, session: str, rids: list[str]) -> AsyncGenerator[str, None]:
+        """Yield the URL of an engine that has the request during the block. Raises EngineLost."""
+        url = self._engines.choose(session)
+        await self._until_runs(url)
+        while changes := [change for change in self._changes if url in change.urls]:
+            await changes[0].ended.wait()
+            await self._until_runs(url)
+        request = _Forwarded(rids, url)
+        self._running.add(request)
+        try:
+            yield url
+        finally:
+            self._running.discard(request)
+            request.ended.set()
+
+
+class _Relay(StreamingResponse):
+    """Response that releases what it holds once it has been sent, or cannot be."""
+
+    def __init__(
+        self, content: AsyncIterator[bytes], status: int, kind: str | None, held: AsyncExitStack
+    ) -> None:
+        super().__init__(content, status, media_type=kind)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+def _with_rids(raw: bytes) -> tuple[list[str], bytes]:
+    """Return the rids of a body of JSON, and the body with one where it had none."""
+    body = json.loads(raw)
+    if given := body.get("rid"):
+        rids = given if isinstance(given, list) else [given]
+        if not all(isinstance(rid, str) for rid in rids):
+            raise Refused(f"rid: must be a text, or a list of them, is {given!r}")
+        return rids, raw
+    rid = uuid.uuid4().hex
+    return [rid], json.dumps(body | {"rid": rid}).encode()

@@ -1,30 +1,41 @@
-"""The types of a request and of its answer, whatever its HTTP form."""
+"""Read what all HTTP forms share of a request, and hold a generation's order and its output.
 
-from collections.abc import Mapping, Sequence
+A request of any form becomes orders; tokens and an end come back. A call whose caller has gone is
+ended.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from starlette.requests import Request
 from treadle import Sampling, VersionSpan
+from treadle_runtime.http.sglang import SAMPLING
 
 Finish = Literal["stop", "length", "abort"]
 HIGHEST_ID = 2**31 - 1  # logprob of a token
-_NUMBER, _WHOLE = (int, float), (int,)
-_KINDS: Mapping[str, tuple[type, ...]] = {  # ranges of Sampling's fields, where they are set
-    "max_new_tokens": _WHOLE,
-    "temperature": _NUMBER,
-    "top_p": _NUMBER,
-    "top_k": _WHOLE,
-    "min_p": _NUMBER,
-    "seed": _WHOLE,
-    "ignore_eos": (bool,),
+EVENT_STREAM = "text/event-stream"
+# Headers that name a session, the first present one counts: SkyRL and prime-rl; SGLang's gateway.
+SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
+MOST_COPIES = 1024  # most answers to one prompt
+# What the mesh does not carry, under the same names in all forms, and the value that changes
+# nothing.
+PENALTIES: Mapping[str, float] = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
 }
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Order:
     """One generation. session: whose trajectory it belongs to; empty: found by its tokens. prompt:
     the whole context, as token ids, which nobody changes. rid: name by which it may be aborted.
-    Raises Refused for a value of the wrong kind."""
+    Raises Refused for a value of the wrong kind or outside its range."""
 
     session: str
     prompt: list[int]
@@ -36,16 +47,9 @@ class Order:
             raise Refused("the prompt must have at least one token")
         if not isinstance(self.rid, str):
             raise Refused(f"rid: must be a text, is {self.rid!r}")
-        given = vars(self.sampling)
-        for name, kinds in _KINDS.items():
-            value = given[name]
-            if value is not None and type(value) not in kinds:
-                raise Refused(f"{name}: must be of type {kinds[-1].__name__}, is {value!r}")
-        for name, kind in (("stop", str), ("stop_token_ids", int)):
-            if not all(type(each) is kind for each in given[name]):
-                raise Refused(
-                    f"{name}: must hold values of type {kind.__name__} alone, is {given[name]!r}"
-                )
+        for name, value in vars(self.sampling).items():
+            if value is not None and (problem := SAMPLING[name].problem(value)):
+                raise Refused(f"{name}: {problem}")
 
 
 @dataclass(frozen=True)
@@ -118,3 +122,60 @@ class Refused(Exception):  # noqa: N818 - what happened to the request
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+class CallerGone(Exception):  # noqa: N818 - what happened
+    """Raised where the caller closed the connection before the answer."""
+
+
+def read_body(raw: bytes) -> dict[str, Any]:
+    """Return a request's JSON object. Raises Refused."""
+    try:
+        body = json.loads(raw or b"{}")
+    except ValueError as error:
+        raise Refused(f"the body must be JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused("the body must be a JSON object")
+    return body
+
+
+def session_of(request: Request, body: Mapping[str, Any]) -> str:
+    """Return the session that a request names; empty where it names none."""
+    for header in SESSION_HEADERS:
+        if value := request.headers.get(header):
+            return value
+    nvext = body.get("nvext")
+    context = nvext.get("agent_context") if isinstance(nvext, dict) else None
+    found = (
+        body.get("session_id")
+        or (context.get("trajectory_id") if isinstance(context, dict) else "")
+        or ""
+    )
+    if not isinstance(found, str):
+        raise Refused(f"session_id: must be a text, is {found!r}")
+    return found
+
+
+async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which is cancelled when the caller closes the connection. Raises
+    CallerGone."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(request))
+    waits: set[Awaitable[Any]] = {working, gone}
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
+        if not working.done():
+            raise CallerGone
+        try:
+            return await working
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first request of a batch that was refused
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

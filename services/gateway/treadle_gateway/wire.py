@@ -13,18 +13,17 @@ from treadle.connection import Mesh
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_runtime.calls import Channels
 from treadle_runtime.errors import StartError
+from treadle_runtime.http.web import bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring, receive_limit_bytes
-from treadle_runtime.web import bind_http, serve_http
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.config import GatewaySettings
-from treadle_gateway.engines import Engines
+from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.http.app import make_app
 from treadle_gateway.http.chat import Chat
 from treadle_gateway.http.control import Control
 from treadle_gateway.http.fleet import Fleet
 from treadle_gateway.http.openai_api import OpenaiApi
-from treadle_gateway.http.proxy import Proxy
 from treadle_gateway.http.sglang_api import SglangApi
 from treadle_gateway.http.vllm_api import VllmApi
 from treadle_gateway.mesh import MeshLink

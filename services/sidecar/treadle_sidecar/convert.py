@@ -24,18 +24,17 @@ from treadle_runtime.fields import (
     identifier,
     non_negative,
     optional_identifier,
-    positive,
     require,
     require_timestamp,
     seconds,
 )
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import ASLEEP, MEMORY, EngineProfile
 from treadle_sidecar.step import StepOrder
 
 INT32_BYTES = 4
-MOST_STOP_STRINGS = 32  # SGLang's MAX_STOP_COUNT
 DEFAULT_TOKEN_INTERVAL_S = (
     0.05  # a caller's process takes in some 10,000 messages a second, of all its steps together
 )
@@ -97,25 +96,10 @@ def ticket_expiry(ticket: Ticket) -> float:
 
 def sampling(given: tokens_pb2.SamplingParams) -> tokens_pb2.SamplingParams:
     """Return the parameters as given, once each is in its range."""
-    positive("sampling.max_new_tokens", given.max_new_tokens)
-    non_negative("sampling.temperature", given.temperature)
-    in_range = 0 < given.top_p <= 1 or not given.HasField("top_p")
-    require(in_range, "sampling.top_p", f"must be in (0, 1], is {given.top_p}")
-    in_range = given.top_k >= 1 or given.top_k == -1 or not given.HasField("top_k")
-    require(in_range, "sampling.top_k", f"must be >= 1, or -1 for all, is {given.top_k}")
-    require(0 <= given.min_p <= 1, "sampling.min_p", f"must be in [0, 1], is {given.min_p}")
-    non_negative("sampling.seed", given.seed)
-    require(
-        len(given.stop) <= MOST_STOP_STRINGS,
-        "sampling.stop",
-        f"must be {MOST_STOP_STRINGS} strings at most",
-    )
-    require(all(given.stop), "sampling.stop", "must not hold an empty string")
-    require(
-        min(given.stop_token_ids, default=0) >= 0,
-        "sampling.stop_token_ids",
-        "must not hold a negative id",
-    )
+    require(given.max_new_tokens, "sampling.max_new_tokens", "must be > 0, is 0")
+    for field, value in given.ListFields():
+        problem = SAMPLING[field.name].problem(value)
+        require(not problem, f"sampling.{field.name}", problem)
     return given
 
 

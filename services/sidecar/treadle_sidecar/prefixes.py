@@ -26,10 +26,10 @@ from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from treadle_runtime.fields import duration
+from treadle_runtime.http.sglang import EngineClient
 from treadle_runtime.identity.tenants import like
 
 from treadle_sidecar import convert
-from treadle_sidecar.engine.client import EngineClient
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.storage_keys import StoredPages

@@ -31,8 +31,8 @@ import structlog
 from treadle_core.engine_queue.curves import MeasuredCurve
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_runtime.errors import TreadleError
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
 
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile, EngineWatch
 from treadle_sidecar.runner import REPEAT_ABORT_S, StepRunner
 
@@ -209,7 +209,9 @@ class GenerationProbe:
                 if not self.runner.is_idle:
                     continue
                 try:
-                    await self.engine.sample_token(f"{uuid.uuid4().hex}-generates")
+                    await self.engine.sample_token(
+                        f"{uuid.uuid4().hex}-generates", self.progress.stall_s
+                    )
                 except (EngineLost, EngineRefused) as error:
                     log.warning("the engine did not generate a token", error=str(error))
                     self.progress.suspect()

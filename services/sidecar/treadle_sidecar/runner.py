@@ -26,9 +26,9 @@ from treadle_core.engine_queue.preemptive_queue import (
 from treadle_core.model import DecodeCurve
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
+from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 
 from treadle_sidecar.convert import StepFacts
-from treadle_sidecar.engine.client import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
 from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
 from treadle_sidecar.step import (

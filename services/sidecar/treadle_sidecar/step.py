@@ -22,9 +22,9 @@ from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, Ver
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError
 from treadle_runtime.fields import duration, require, timestamp
+from treadle_runtime.http.sglang import EngineChunk, EngineClient, EngineRequest, sglang_sampling
 from treadle_runtime.identity.tenants import like, owner_of
 
-from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile
 
 SEED_BYTES = 7  # below SGLang's limit of 63 bits
@@ -395,19 +395,10 @@ class RunningStep:
         """Return the request for the tokens that are left. Its salt is of the engine's weight
         version, whatever the ticket names, and the trajectory's tenant."""
         sampling = self.order.sampling
-        params: dict[str, object] = {
-            "max_new_tokens": self._output_limit - len(self.record.output),
-            "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": sampling.seed if sampling.HasField("seed") else self._default_seed(),
-            "skip_special_tokens": False,
-        }
-        if sampling.stop:
-            params["stop"] = list(sampling.stop)
-        if sampling.stop_token_ids:
-            params["stop_token_ids"] = list(sampling.stop_token_ids)
-        for name in ("temperature", "top_p", "top_k", "min_p"):  # without one, the engine's default
-            if sampling.HasField(name):
-                params[name] = getattr(sampling, name)
+        params = sglang_sampling((field.name, value) for field, value in sampling.ListFields())
+        params["max_new_tokens"] = self._output_limit - len(self.record.output)
+        if not sampling.HasField("seed"):
+            params["sampling_seed"] = self._default_seed()
         # The random part comes first and has a fixed length, so that no rid is the beginning of
         # another.
         rid = f"{uuid.uuid4().hex}-{self.order.ticket_id}"

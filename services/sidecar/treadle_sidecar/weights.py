@@ -27,9 +27,9 @@ import structlog
 from treadle_core.model import INCOMPLETE
 from treadle_runtime.bus import Bus
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, TreadleError
+from treadle_runtime.http.sglang import EngineClient, EngineRefused
 
 from treadle_sidecar.convert import PushPart, StepFacts
-from treadle_sidecar.engine.client import EngineClient, EngineRefused
 from treadle_sidecar.engine.watch import MEMORY, EngineProfile, EngineWatch, engine_lost, write_name
 from treadle_sidecar.prefixes import Prefixes
 from treadle_sidecar.runner import StepRunner
@@ -232,7 +232,9 @@ class Weights:
 
     async def _drop_kv(self) -> None:
         self.prefixes.contexts.forget_read()
-        if not await self.engine.flush_cache():
+        try:
+            await self.engine.flush_cache()
+        except EngineRefused:
             log.warning("old KV was not flushed; it is never hit and is evicted as space is needed")
 
     async def _load(self, model_path: str, weight_version: str) -> Loaded:
@@ -349,17 +351,22 @@ class Weights:
                 if "weights" in fresh and not profile.keeps_weights:
                     # they come back as whatever is there then
                     version = INCOMPLETE + version.removeprefix(INCOMPLETE)
-                if fresh and not await self.engine.flush_cache(ALMOST_IDLE_S):
-                    raise FailedPrecondition(
-                        "ENGINE_BUSY", "the engine runs requests that are not of this sidecar"
-                    )
                 if fresh:
+                    await self._require_idle()
                     self.prefixes.contexts.forget_read()
                     # First the name: a sidecar that restarts in between must not run steps without
                     # the memory.
                     await self._name(version, asleep)
                     await self.engine.release_memory(fresh)
             return counts, asleep
+
+    async def _require_idle(self) -> None:
+        try:
+            await self.engine.flush_cache(ALMOST_IDLE_S)
+        except EngineRefused as error:
+            raise FailedPrecondition(
+                "ENGINE_BUSY", "the engine runs requests that are not of this sidecar"
+            ) from error
 
     async def _wake(self, tags: frozenset[str]) -> frozenset[str]:
         async with self._idle():

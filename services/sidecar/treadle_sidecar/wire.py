@@ -14,6 +14,7 @@ from treadle_core.engine_queue.preemptive_queue import QueuePolicy
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import DecodeCurve
 from treadle_runtime.fields import seconds, timestamp
+from treadle_runtime.http.sglang import EngineClient
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity.seals import SealCheck
 from treadle_runtime.server import Runtime, Wiring
@@ -21,8 +22,7 @@ from treadle_runtime.telemetry import Metrics
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings
-from treadle_sidecar.engine.client import EngineClient
-from treadle_sidecar.engine.watch import EngineWatch, engine_lost
+from treadle_sidecar.engine.watch import EngineNotes, EngineWatch, engine_lost
 from treadle_sidecar.prefixes import Contexts, Prefixes
 from treadle_sidecar.probe import CurveProbe, GenerationProbe
 from treadle_sidecar.registration import Registration
@@ -39,7 +39,8 @@ async def wire(runtime: Runtime) -> Wiring:
         return declared or measured.declared
 
     progress = EngineProgress(settings.engine_stall_s)
-    engine = EngineClient(settings.engine_url, EngineWork(measured.take), progress)
+    notes = EngineNotes(EngineWork(measured.take), progress)
+    engine = EngineClient(settings.engine_url, observer=notes)
     watch = EngineWatch(engine, progress, known_curve)
     contexts = Contexts()
     facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)

@@ -18,7 +18,7 @@ from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_runtime.fields import identifier
 
 from treadle_tools.remote.declarations import HttpFunction, Judge
-from treadle_tools.scheduling.resources import check_scaling
+from treadle_tools.resources import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 
 BACKENDS = ("", "bubblewrap", "docker", "kubernetes")

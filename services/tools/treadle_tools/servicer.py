@@ -25,15 +25,14 @@ from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity.tenants import like
 
 from treadle_tools import convert
+from treadle_tools.actions import Actions, Background
 from treadle_tools.backends import Backends
-from treadle_tools.background import Background
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.remote.functions import FunctionTools
 from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import DEFAULT_JOB, Reward
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes, Sandbox
-from treadle_tools.scheduling.actions import Actions
 from treadle_tools.sessions import Opening, Sessions
 from treadle_tools.tool import Granted, Kind, Limits, Result, Tool
 

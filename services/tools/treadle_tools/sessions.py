@@ -32,11 +32,11 @@ from tenacity import (
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
 from treadle_runtime.identity.tenants import like
 
+from treadle_tools.actions import Actions, Work
 from treadle_tools.backends import Backends
 from treadle_tools.registry import Registry, refuse_invalid
 from treadle_tools.replies import result_of
 from treadle_tools.sandbox.sandboxes import Backend, Sandbox, SandboxLost
-from treadle_tools.scheduling.actions import Actions, Work
 from treadle_tools.tool import Granted, Limits, Result, Status, Tool
 
 RESULT = TypeAdapter(Result)

@@ -20,8 +20,8 @@ from treadle_runtime.bus import run_beside
 from treadle_runtime.errors import StartError
 from treadle_runtime.server import Runtime, Wiring
 
+from treadle_tools.actions import Actions, ActionScheduler, Background
 from treadle_tools.backends import start_backends
-from treadle_tools.background import Background
 from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import FactPublisher
 from treadle_tools.metrics import Meters
@@ -34,16 +34,14 @@ from treadle_tools.remote.declarations import (
     read_providers,
 )
 from treadle_tools.remote.functions import Caller, FunctionTools
-from treadle_tools.remote.gpu_rounds import Rounds
-from treadle_tools.remote.gpu_servers import BUCKET as GPU_BUCKET
-from treadle_tools.remote.gpu_servers import EngineMemory, Ledger, Residents
+from treadle_tools.remote.gpus import BUCKET as GPU_BUCKET
+from treadle_tools.remote.gpus import EngineMemory, Ledger, Residents, Rounds
+from treadle_tools.resources import Demands, compile_kernels, find_node
 from treadle_tools.rewards.judges import JudgeScorer
 from treadle_tools.rewards.pool import RewardPool, Scorer, ToolScorer
 from treadle_tools.rewards.reward import BUCKET as REWARDS_BUCKET
 from treadle_tools.rewards.reward import RewardJournal
 from treadle_tools.sandbox.sandboxes import ReusedSandboxes
-from treadle_tools.scheduling.actions import Actions, ActionScheduler
-from treadle_tools.scheduling.resources import Demands, compile_kernels, find_node
 from treadle_tools.servicer import Gateway, RewardsServicer, ToolsServicer
 from treadle_tools.sessions import Sessions
 from treadle_tools.tool import Tool

@@ -11,13 +11,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from treadle_gateway.http.answers import CallerGone
 from treadle_gateway.http.control import Control, refuse
 from treadle_gateway.http.fleet import Fleet
 from treadle_gateway.http.openai_api import OpenaiApi
 from treadle_gateway.http.sglang_api import SglangApi
 from treadle_gateway.http.vllm_api import VllmApi
-from treadle_gateway.order import Refused
+from treadle_gateway.order import CallerGone, Refused
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Paths = dict[str, tuple[Endpoint, list[str]]]

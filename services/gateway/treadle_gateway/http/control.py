@@ -21,13 +21,12 @@ import treadle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from treadle.engine.v1 import engine_pb2
+from treadle_runtime.http.sglang import EngineClient
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.engines import EngineAway, Engines
-from treadle_gateway.http.answers import read_body
-from treadle_gateway.http.proxy import Proxy
+from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.mesh import KnownEngine, MeshLink
-from treadle_gateway.order import Refused
+from treadle_gateway.order import Refused, read_body
 from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
@@ -51,13 +50,11 @@ class Control:
     def __init__(
         self, link: MeshLink, engines: Engines, calls: Calls, proxy: Proxy, updates: Updates
     ) -> None:
-        self._link, self._engines, self._calls, self._proxy, self._updates = (
-            link,
-            engines,
-            calls,
-            proxy,
-            updates,
-        )
+        self._link = link
+        self._engines = engines
+        self._calls = calls
+        self._proxy = proxy
+        self._updates = updates
 
     async def pause(self, request: Request) -> Response:
         """Pause the engines: POST /pause_generation, /pause?mode=."""
@@ -210,11 +207,9 @@ class Control:
         """Return the load that the engine reports, and count the calls that wait in its sidecar:
         GET /engines/{engine_id}/v1/loads."""
         engine = self._one(request)
-        try:
-            query = f"?{request.url.query}" if request.url.query else ""
-            answer = await self._engines.ask("GET", f"/v1/loads{query}", None, _url_of(engine))
-        except EngineAway as error:
-            raise Refused(str(error), 503) from error
+        answer = await self._engines.ask(
+            _url_of(engine), lambda client: client.loads(request.url.query)
+        )
         here = self._calls.running_on(engine.engine_id)
         for load in answer["loads"][:1]:
             load["num_total_reqs"] = max(here, load.get("num_total_reqs") or 0)
@@ -224,12 +219,7 @@ class Control:
         """Describe the fleet as one engine with the accelerators of all: GET /server_info,
         /get_server_info."""
         engines = self._scope(request)
-        try:
-            answer: dict[str, Any] = await self._engines.ask(
-                "GET", "/server_info", None, _url_of(engines[0])
-            )
-        except EngineAway as error:
-            raise Refused(str(error), 503) from error
+        answer = await self._engines.ask(_url_of(engines[0]), lambda client: client.server_info())
         ranks = sum(engine.ranks for engine in engines)
         place = {"host": request.url.hostname, "port": request.url.port}
         return JSONResponse(
@@ -243,10 +233,8 @@ class Control:
     async def tokenize(self, request: Request) -> Response:
         """Forward to an engine: POST /tokenize, /detokenize. vLLM's clients name a text
         `prompt`."""
-        try:
-            answer = await self._engines.ask_any("POST", request.url.path, await _body(request))
-        except EngineAway as error:
-            raise Refused(str(error), 503) from error
+        path, body = request.url.path, await _body(request)
+        answer: Any = await self._engines.ask_any(lambda client: client.ask("POST", path, body))
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
 
     async def add_worker(self, request: Request) -> Response:
@@ -305,8 +293,8 @@ class Control:
 
         async def one(engine: KnownEngine) -> None:
             try:
-                await self._engines.ask("POST", "/flush_cache", None, _url_of(engine))
-            except (EngineAway, Refused) as error:
+                await self._engines.ask(_url_of(engine), lambda client: client.flush_cache())
+            except Refused as error:
                 errors[engine.engine_id] = str(error)
 
         async with asyncio.TaskGroup() as group:
@@ -315,12 +303,12 @@ class Control:
         return errors
 
     async def _pass_on(self, engine: KnownEngine, method: str, path: str, raw: bytes) -> Response:
-        try:
-            async with self._engines.request(method, _url_of(engine), path, raw=raw) as response:
+        async def forward(client: EngineClient) -> Response:
+            async with client.forward(method, path, raw) as response:
                 kind = response.headers.get("content-type")
                 return Response(await response.read(), response.status, media_type=kind)
-        except EngineAway as error:
-            raise Refused(str(error), 503) from error
+
+        return await self._engines.ask(_url_of(engine), forward)
 
 
 def refuse(what: str) -> Callable[[Request], Awaitable[Response]]:

@@ -4,7 +4,7 @@ it holds."""
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from treadle_gateway.engines import EngineAway, Engines
+from treadle_gateway.engines import Engines
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import Refused
 from treadle_gateway.updates import Updates
@@ -17,12 +17,10 @@ class Fleet:
     def __init__(
         self, mesh: MeshLink, engines: Engines, updates: Updates, served_model: str
     ) -> None:
-        self._mesh, self._engines, self._updates, self._served_model = (
-            mesh,
-            engines,
-            updates,
-            served_model,
-        )
+        self._mesh = mesh
+        self._engines = engines
+        self._updates = updates
+        self._served_model = served_model
 
     async def close_session(self, request: Request) -> Response:
         """End a session's trajectories, which frees what they hold: DELETE /sessions/{session},
@@ -89,9 +87,9 @@ class Fleet:
             if engine.url:
                 try:
                     answer = await self._engines.ask(
-                        "GET", "/v1/loads?include=core,queues", None, engine.url
+                        engine.url, lambda client: client.loads("include=core,queues")
                     )
-                except (EngineAway, Refused) as error:
+                except Refused as error:
                     found.append({"engine_id": engine.engine_id, "error": str(error)})
                 else:
                     found += [{"engine_id": engine.engine_id, **load} for load in answer["loads"]]

@@ -19,16 +19,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.http.answers import (
-    EVENT_STREAM,
-    MOST_COPIES,
-    read_body,
-    run_unless_gone,
-    session_of,
-)
-from treadle_gateway.http.chat import Chat
+from treadle_gateway.engines import Proxy
+from treadle_gateway.http.chat import ECHOED, Chat, as_chat, said_message
 from treadle_gateway.http.forms import (
     Answer,
     Ask,
@@ -38,25 +33,26 @@ from treadle_gateway.http.forms import (
     ResponsesForm,
     error_event,
 )
-from treadle_gateway.http.proxy import Proxy
-from treadle_gateway.http.responses import ECHOED, as_chat, said_message
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Order, Output, Refused, Tokens, read_stops, read_tokens
+from treadle_gateway.order import (
+    EVENT_STREAM,
+    MOST_COPIES,
+    PENALTIES,
+    Order,
+    Output,
+    Refused,
+    Tokens,
+    read_body,
+    read_stops,
+    read_tokens,
+    run_unless_gone,
+    session_of,
+)
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 SHARED = frozenset(
-    {
-        "model",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "ignore_eos",
-    }
+    (SAMPLING.keys() - {"max_new_tokens"})
+    | {"model", "max_tokens"}
     | {
         "n",
         "stream",
@@ -95,14 +91,7 @@ CHAT |= {
 }
 COMPLETION = SHARED | {"prompt"}
 FREE_TOOL_CHOICES = (None, "auto", "none")  # others restrict the engine's sampling by a grammar
-NEUTRAL: Mapping[str, float] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_tokens": 0,
-    "top_logprobs": 0,
-    "best_of": 1,
-}
+NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_tokens": 0, "top_logprobs": 0, "best_of": 1}
 TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
 REMEMBERED_RESPONSES = 2_000
 

@@ -18,17 +18,25 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.http.answers import (
+from treadle_gateway.engines import Proxy
+from treadle_gateway.order import (
     EVENT_STREAM,
     MOST_COPIES,
+    PENALTIES,
+    Ended,
+    Order,
+    Output,
+    Refused,
+    Tokens,
     read_body,
+    read_stops,
+    read_tokens,
     run_unless_gone,
     session_of,
 )
-from treadle_gateway.http.proxy import Proxy
-from treadle_gateway.order import Ended, Order, Output, Refused, Tokens, read_stops, read_tokens
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's own
@@ -52,25 +60,10 @@ NOTHING: Mapping[str, tuple[object, ...]] = {
     "logprob_start_len": (-1,),
     "routed_experts_start_len": (0,),
 }
-SAMPLED = {
-    "max_new_tokens": "max_new_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "sampling_seed": "seed",
-    "stop": "stop",
-    "stop_token_ids": "stop_token_ids",
-    "ignore_eos": "ignore_eos",
-}
+SAMPLED = {field.sglang_name: name for name, field in SAMPLING.items()}
 # fields for how text is made
 WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})
-NEUTRAL: Mapping[str, float] = {
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "min_new_tokens": 0,
-}
+NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True)

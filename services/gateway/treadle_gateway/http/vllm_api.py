@@ -20,25 +20,29 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from treadle import Sampling
+from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.engines import engine_sampling
-from treadle_gateway.http.answers import MOST_COPIES, read_body, run_unless_gone, session_of
-from treadle_gateway.http.proxy import Proxy
+from treadle_gateway.engines import Proxy, engine_sampling
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
+    MOST_COPIES,
+    PENALTIES,
     Ended,
     Finish,
     Order,
     Output,
     Refused,
     Tokens,
+    read_body,
     read_stops,
     read_tokens,
+    run_unless_gone,
+    session_of,
 )
 
 # the mesh names them as vLLM does
-SAMPLED = ("temperature", "top_p", "min_p", "seed", "ignore_eos")
+SAMPLED = frozenset(SAMPLING) - {"max_new_tokens", "top_k", "stop", "stop_token_ids"}
 # Fields for how an answer is written, or how the engine works; none of them changes a token. The
 # mesh samples one token at least, and its engines report no experts from a place on.
 UNCHANGED = frozenset(
@@ -52,13 +56,11 @@ UNCHANGED |= {
 }
 UNCHANGED |= {"routed_experts_prompt_start"}
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
+    **{name: (value,) for name, value in PENALTIES.items()},
     "min_tokens": (0, 1),
 }
 SGLANG_NAMES = {"min_tokens": "min_new_tokens", "logit_bias": "logit_bias"} | {
-    name: name for name in ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    name: name for name in PENALTIES
 }
 NOT_CARRIED = ("features", "content_parts", "kv_transfer_params", "stream")
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from treadle_core.engine_queue.curves import EngineWork
 from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_runtime.errors import FailedPrecondition, Unavailable
 from treadle_runtime.fields import require
-
-from treadle_sidecar.engine.client import (
+from treadle_runtime.http.sglang import (
     INCREMENTAL_FLAG,
     LARGEST_INT32,
     LARGEST_INT64,
@@ -37,6 +37,7 @@ from treadle_sidecar.engine.client import (
     as_text,
     protocol_broken,
 )
+
 from treadle_sidecar.engine.process import SPARE_REQUESTS
 
 log = structlog.get_logger()
@@ -233,6 +234,39 @@ def _end_tokens(config: Mapping[str, Any]) -> list[int]:
     return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
 
 
+@dataclass(frozen=True)
+class EngineNotes:
+    """Notes of all requests on the engine, which its client hands in: the observer of
+    `treadle_runtime.http.sglang`."""
+
+    work: EngineWork
+    """Tokens of the streams, from which the decode curve is measured."""
+    progress: EngineProgress
+    """Signs that the engine generates."""
+
+    def begin(self, rid: str, context_tokens: int, *, streamed: bool) -> None:
+        now = time.monotonic()
+        if streamed:
+            self.work.begin(rid, context_tokens, now)
+        self.progress.begin(rid, context_tokens, now)
+
+    def receive(self, rid: str, new_tokens: int, cached_tokens: int) -> None:
+        now = time.monotonic()
+        self.progress.note_tokens(rid, now)
+        if new_tokens:
+            self.work.add(rid, new_tokens, cached_tokens, now)
+
+    def end(self, rid: str) -> None:
+        self.progress.end(rid, time.monotonic())
+        self.work.end(rid)
+
+    def begin_load(self) -> None:
+        self.progress.begin_load()
+
+    def end_load(self) -> None:
+        self.progress.end_load(time.monotonic())
+
+
 class EngineWatch:
     """Watch over one engine. `profile` is None until the engine has answered for the first time; it
     is kept while the engine is away.
@@ -274,11 +308,7 @@ class EngineWatch:
                 self.answers = False
             except EngineLost as error:
                 missed += 1
-                # A timeout is an OSError too, but a busy engine's.
-                gone = isinstance(error.__cause__, OSError) and not isinstance(
-                    error.__cause__, TimeoutError
-                )
-                if gone or (missed >= SLOW_POLLS and not self._progress.is_loading):
+                if error.is_gone or (missed >= SLOW_POLLS and not self._progress.is_loading):
                     self._note_problem(str(error))
                     self.answers = False
             self.judge()
@@ -378,7 +408,8 @@ class EngineWatch:
             name = await self._engine.name_of_weights()
             if reports == self._weight_reports:  # else an update has overtaken the answer
                 self.set_name(name)
-        self.kv_tokens_used = await self._engine.kv_tokens_used()
+        self.kv_tokens_used, unread_tokens = await self._engine.kv_tokens()
+        self._progress.note_unread(unread_tokens, time.monotonic())
 
     def _note_problem(self, problem: str) -> None:
         if problem != self._problem:

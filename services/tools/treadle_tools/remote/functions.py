@@ -29,11 +29,11 @@ from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import Unavailable
 
+from treadle_tools.actions import ActionScheduler, Facts
 from treadle_tools.metrics import Meters
 from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.replies import Reply, result_of_function
-from treadle_tools.scheduling.actions import ActionScheduler, Facts
-from treadle_tools.scheduling.resources import UNORDERED, RecentMeans
+from treadle_tools.resources import UNORDERED, RecentMeans
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool
 
 ANSWER_MARGIN_S = 0.25  # of the caller's time, kept for sending it the result

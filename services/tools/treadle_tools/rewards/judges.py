@@ -18,7 +18,7 @@ from treadle_runtime.errors import Unavailable
 
 from treadle_tools.remote.declarations import HttpFunction, Judge
 from treadle_tools.remote.functions import Caller, CallFailed
-from treadle_tools.remote.gpu_rounds import Round, Rounds
+from treadle_tools.remote.gpus import Round, Rounds
 from treadle_tools.replies import BadReply, Reply, read_json
 from treadle_tools.tool import Result, Status
 

@@ -42,8 +42,8 @@ from treadle_runtime.identity.tenants import like
 
 from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.replies import MOST_ERROR_BYTES, cut
+from treadle_tools.resources import RecentMeans
 from treadle_tools.rewards.reward import Reward, RewardJournal, RewardTable, State
-from treadle_tools.scheduling.resources import RecentMeans
 from treadle_tools.tool import Limits, Result, Status, Tool
 
 log = structlog.get_logger()

@@ -1,38 +1,208 @@
-"""Bring the GPU memory of the SGLang servers of GPU services into the state that is wanted.
+"""Share GPUs among services: a service gets them for a round, and rounds of other services come in
+between.
 
-SGLang leaves two things to its caller: a release while anything runs, or a resume of what is not
-released, ends the server's scheduler (an assertion, a KeyError). So the cache is flushed first,
-which is refused while anything runs; and the `Ledger` keeps the state, which no endpoint reports. A
-server that was started anew is known by the time that its start took.
+A round is one action of the scheduler. Requests to a service join its round, up to what its server
+takes at once, so that the server has batches; more requests begin another round, on other GPUs
+where some are free. A round that others wait for accepts no request after `turn_s`. Invariant: GPUs
+are given back once no request uses them.
+
+Before a round the server's memory is brought onto the GPUs, and that of others off them. SGLang
+leaves two things to its caller: a release while anything runs, or a resume of what is not released,
+ends the server's scheduler (an assertion, a KeyError). So the cache is flushed first, which is
+refused while anything runs; and the `Ledger` keeps the state, which no endpoint reports. A server
+that was started anew is known by the time that its start took.
 """
 
 import asyncio
 import enum
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-import aiohttp
 import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
+from treadle_core.tools.action import GPUS, Action, Amdahl, Fixed, UnitSet
+from treadle_core.tools.arrangement import Chunk
+from treadle_core.tools.grants import SERVED, End, Ended, Service
 from treadle_runtime.buckets import entries_of, kv_key
-from treadle_runtime.errors import Unavailable
+from treadle_runtime.errors import TreadleError, Unavailable
+from treadle_runtime.http.sglang import (
+    EngineClient,
+    EngineLost,
+    EngineRefused,
+    Limits,
+    open_session,
+)
 
-from treadle_tools.remote.declarations import Server
+from treadle_tools.actions import ActionScheduler, Background, RunningAction
+from treadle_tools.remote.declarations import Declarations, GpuService, Server
+from treadle_tools.resources import UNORDERED, RecentMeans
 
 BUCKET = "treadle-tools-gpus"
 
-CONNECT_S = 2.0
-ANSWER_S = 10.0  # of a question
 IDLE_WAIT_S = 20.0  # for the last requests to end before a release
-MEMORY_S = 120.0  # 140 GB over PCIe take seconds, a busy host some more
+# 140 GB over PCIe take seconds, a busy host some more.
+LIMITS = Limits(connect_s=2.0, load_s=120.0)
 RETRY_S = 1.0
 
 log = structlog.get_logger()
+
+
+@dataclass(eq=False)
+class Round:
+    """One action of a service. ready: the server, once it takes requests; or why it takes none."""
+
+    service: GpuService
+    ready: "asyncio.Future[Server]"
+    asked: int = 0
+    began_s: float | None = None
+    closed: bool = False
+    broken: bool = False
+    empty: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """Return the address of the round's server, once it is ready."""
+        return self.ready.result().url
+
+    def failed(self) -> None:
+        """Note that the server did not answer: no further request joins, and the next round looks
+        at its state first."""
+        self.broken = True
+        self.closed = True
+
+
+@dataclass(eq=False)
+class Rounds:
+    """All rounds of all GPU services.
+
+    numbers: of actions, each once over all users of the scheduler.
+    """
+
+    declared: Declarations
+    scheduler: ActionScheduler
+    residents: "Residents"
+    background: Background
+    numbers: Iterator[int]
+    _single_gpu_s: RecentMeans = field(default_factory=RecentMeans, init=False)
+
+    def __post_init__(self) -> None:
+        services = self.declared.gpu_service
+        self._services = {service.name: service for service in services}
+        self._servers = {
+            (service.name, one.degree, one.node, one.first): one
+            for service in services
+            for one in service.servers
+        }
+        self._rounds: dict[str, list[Round]] = {name: [] for name in self._services}
+
+    @asynccontextmanager
+    async def join(self, service: str) -> AsyncIterator[Round]:
+        """Hold a place in a round of `service`, for one request.
+
+        Raises Unavailable, ResourceExhausted.
+        """
+        joined = self._open_round(self._services[service])
+        joined.asked += 1
+        try:
+            await asyncio.shield(joined.ready)
+            yield joined
+        finally:
+            joined.asked -= 1
+            if joined.asked == 0:
+                joined.closed = True
+                joined.empty.set()
+
+    def _open_round(self, service: GpuService) -> Round:
+        for one in self._rounds[service.name]:
+            if not one.closed and one.asked < service.at_once and not self._is_over(one):
+                return one
+        begun = Round(service, asyncio.get_running_loop().create_future())
+        begun.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        self._rounds[service.name].append(begun)
+        self.background.spawn(self._run(begun))
+        return begun
+
+    def _is_over(self, one: Round) -> bool:
+        """Return whether the round has lasted long enough, and others wait."""
+        lasted_s = 0.0 if one.began_s is None else time.monotonic() - one.began_s
+        assert self.declared.gpus is not None  # where there are services
+        return (
+            lasted_s > self.declared.gpus.turn_s
+            and self.scheduler.dispatcher.waiting_for().get(GPUS, 0) > 0
+        )
+
+    async def _run(self, one: Round) -> None:
+        """Run a round. Never raises: an error is raised in those who wait for the round."""
+        try:
+            async with self.scheduler.hold(self._action(one.service), "") as running:
+                if one.asked:
+                    await self._serve(one, running)
+                else:
+                    running.ended = Ended(End.ABANDONED)
+        except (TreadleError, nats.errors.Error) as error:
+            _fail(one, error)
+        finally:
+            one.closed = True
+            self._rounds[one.service.name].remove(one)
+            if not one.ready.done():
+                one.ready.cancel()
+
+    async def _serve(self, one: Round, running: RunningAction) -> None:
+        grant = running.started.grant.gpu
+        assert grant is not None  # its action requests GPUs
+        assert grant.service is not None
+        server = self._server_on(grant.service, grant.chunk)
+        evicted = [self._server_on(other.service, other.chunk) for other in grant.evicted]
+        try:
+            await self.residents.bring(server, evicted)
+        except (Unavailable, nats.errors.Error) as error:
+            running.ended = Ended(End.FAILED)
+            self.residents.leave(server, failed=True)
+            _fail(one, error)
+            return
+        one.began_s = time.monotonic()
+        one.ready.set_result(server)
+        await one.empty.wait()
+        failed = one.broken
+        self.residents.leave(server, failed=failed)
+        running.ended = Ended(End.FAILED) if failed else SERVED
+        if not failed:
+            lasted_s, degree = max(time.monotonic() - one.began_s, 1e-6), grant.service.degree
+            newest_s = lasted_s * Amdahl(one.service.serial_share).efficiency(degree) * degree
+            self._single_gpu_s.add(one.service.name, newest_s)
+
+    def _server_on(self, service: Service, chunk: Chunk) -> Server:
+        return self._servers[service.name, service.degree, chunk.node_id, chunk.first]
+
+    def _action(self, service: GpuService) -> Action:
+        action_id = f"round-{next(self.numbers)}"
+        degrees = tuple(sorted(service.bytes_per_gpu))
+        return Action(
+            action_id,
+            action_id,
+            UNORDERED,
+            {GPUS: Fixed(degrees[0]) if len(degrees) == 1 else UnitSet(degrees)},
+            self._single_gpu_s.get(service.name),
+            key=GPUS,
+            elasticity=Amdahl(service.serial_share),
+            service=service.name,
+        )
+
+
+def _fail(one: Round, error: Exception) -> None:
+    if one.ready.done():
+        return
+    if not isinstance(error, TreadleError):
+        error = Unavailable(
+            "GPU_SERVICE_UNAVAILABLE", f"NATS does not answer: {error!r}", retry_after_s=RETRY_S
+        )
+    one.ready.set_exception(error)
 
 
 class Residents:
@@ -214,14 +384,13 @@ class EngineTrouble(Unavailable):
 
 
 class EngineMemory:
-    """Has SGLang servers release their GPU memory to the host and resume it, over HTTP (SGLang
-    0.5).
+    """Has SGLang servers release their GPU memory to the host and resume it.
 
-    Owns the HTTP session.
+    Owns the connections.
     """
 
     def __init__(self) -> None:
-        self._session = aiohttp.ClientSession()
+        self._session = open_session()
 
     async def close(self) -> None:
         """Break off requests under way."""
@@ -232,13 +401,8 @@ class EngineMemory:
 
         Raises EngineAway; EngineTrouble for a server that would lose its weights.
         """
-        text = await self._ask("GET", url, "/server_info", ANSWER_S)
-        try:
-            info = dict(json.loads(text))
-        except (TypeError, ValueError) as error:
-            raise EngineTrouble(
-                "ENGINE_REFUSED", f"{url}/server_info is no SGLang server's: {text[:300]!r}"
-            ) from error
+        async with self._calling(url) as server:
+            info = await server.server_info()
         saves = bool(info.get("enable_memory_saver"))
         if saves and not info.get("enable_weights_cpu_backup"):
             why = (
@@ -255,37 +419,28 @@ class EngineMemory:
 
         Raises EngineAway, EngineTrouble where it does not become idle.
         """
-        await self._ask(
-            "POST", url, f"/flush_cache?timeout={IDLE_WAIT_S:g}", IDLE_WAIT_S + ANSWER_S
-        )
-        await self._ask("POST", url, "/release_memory_occupation", MEMORY_S, {})
+        async with self._calling(url) as server:
+            await server.flush_cache(IDLE_WAIT_S)
+            await server.release_memory()
 
     async def resume(self, url: str) -> None:
         """Resume a server's GPU memory, and return once it takes requests.
 
         The memory must have been released. Raises EngineAway, EngineTrouble.
         """
-        await self._ask("POST", url, "/resume_memory_occupation", MEMORY_S, {})
+        async with self._calling(url) as server:
+            await server.resume_memory()
 
-    async def _ask(
-        self, method: str, url: str, path: str, within_s: float, body: Any = None
-    ) -> str:
-        timeout = aiohttp.ClientTimeout(total=within_s, sock_connect=CONNECT_S)
+    @asynccontextmanager
+    async def _calling(self, url: str) -> AsyncIterator[EngineClient]:
         try:
-            async with self._session.request(
-                method, url + path, json=body, timeout=timeout
-            ) as response:
-                text = await response.text()
-        except TimeoutError as error:
-            raise EngineTrouble(
-                "ENGINE_SILENT", f"{url}{path} did not answer within {within_s:g} s"
-            ) from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            why = f"{url}{path} does not answer: {error!r}"
-            raise EngineAway("ENGINE_AWAY", why, retry_after_s=RETRY_S) from error
-        if response.status == 200:
-            return text
-        answer = " ".join(text.split())[:300]
-        raise EngineTrouble(
-            "ENGINE_REFUSED", f"{url}{path} answered HTTP {response.status}: {answer}"
-        )
+            yield EngineClient(url, self._session, LIMITS)
+        except EngineLost as error:
+            if error.loss == "silent":
+                raise EngineTrouble("ENGINE_SILENT", str(error)) from error
+            if error.loss == "garbled":
+                raise EngineTrouble("ENGINE_REFUSED", str(error)) from error
+            raise EngineAway("ENGINE_AWAY", str(error), retry_after_s=RETRY_S) from error
+        except EngineRefused as error:
+            why = f"the engine at {url} refused (HTTP {error.status}): {error}"
+            raise EngineTrouble("ENGINE_REFUSED", why) from error

@@ -1,8 +1,12 @@
-"""Score by the reward `python_tests`, which runs pytest over the agent's files on all cores of the
-action (pytest-xdist).
+"""Score trajectories by the functions that come with the service: `exact_match` and `math_equal`
+compare an answer with expected ones, `python_tests` runs pytest over the agent's files.
 
-The agent's code runs in the same process as the tests, as it does everywhere pytest is used: code
-that tries to fake a result can. `expected_tests` bounds what an agent gains by leaving tests out.
+A function that is added here declares a `Tool` of kind REWARD, whose `entry` names it, and stands
+in REWARDS. The service reads what they declare; the sandbox runs them.
+
+`python_tests` runs on all cores of the action (pytest-xdist). The agent's code runs in the same
+process as the tests, as it does everywhere pytest is used: code that tries to fake a result can.
+`expected_tests` bounds what an agent gains by leaving tests out.
 """
 
 import os
@@ -27,6 +31,45 @@ from treadle_tools.tool import (
     object_schema,
 )
 
+EXPECTED = {
+    "anyOf": [TEXT, {"type": "array", "items": TEXT, "minItems": 1}],
+    "description": "the right answer, or several of which any will do",
+}
+
+EXACT_MATCH = Tool(
+    name="exact_match",
+    kind=Kind.REWARD,
+    description="1 where the answer is an expected one, letter by letter, else 0.",
+    entry="treadle_tools.rewards.builtin:exact_match",
+    arguments_schema=object_schema(
+        {
+            "answer": TEXT,
+            "expected": EXPECTED,
+            "ignore_case": {"type": "boolean", "default": False},
+            "ignore_spaces": {
+                "type": "boolean",
+                "default": True,
+                "description": "at the ends, and how many within",
+            },
+        },
+        "answer",
+        "expected",
+    ),
+    reward_range=(0.0, 1.0),
+)
+
+MATH_EQUAL = Tool(
+    name="math_equal",
+    kind=Kind.REWARD,
+    description="1 where the answer's last mathematical expression (LaTeX or plain) equals an "
+    "expected one, else 0.",
+    entry="treadle_tools.rewards.builtin:math_equal",
+    preload=("math_verify",),
+    arguments_schema=object_schema({"answer": TEXT, "expected": EXPECTED}, "answer", "expected"),
+    limits=Limits(wall_s=20.0),
+    reward_range=(0.0, 1.0),
+)
+
 FILES = {"type": "object", "additionalProperties": TEXT, "minProperties": 1}
 
 PYTHON_TESTS = Tool(
@@ -34,7 +77,7 @@ PYTHON_TESTS = Tool(
     kind=Kind.REWARD,
     description="The share of pytest tests that the files pass; with `all_or_nothing` 1 where all "
     "pass, else 0.",
-    entry="treadle_tools.rewards.python_tests:score",
+    entry="treadle_tools.rewards.builtin:python_tests",
     arguments_schema=object_schema(
         {
             "files": {
@@ -64,14 +107,58 @@ PYTHON_TESTS = Tool(
     scaling=Scaling(cores=(1, 2, 4, 8, 16, 32), serial_share=0.2),
 )
 
+REWARDS = (EXACT_MATCH, MATH_EQUAL, PYTHON_TESTS)
+
 WORK = Path("/tmp/work")
 REPORT = Path("/tmp/report.xml")
-# Its exit codes
+# Exit codes of pytest.
 NOT_RUN = {3: "had an error of its own", 4: "was called wrongly", 5: "found no tests"}
 CORES_VARIABLE = "TREADLE_CORES"  # how many cores this action has
 
 
-def score(arguments: Mapping[str, Any]) -> Outcome:
+def exact_match(arguments: Mapping[str, Any]) -> Outcome:
+    """Score 1.0 where the answer equals an expected one letter by letter, else 0.0."""
+    expected = {_normal(one, arguments) for one in _expected(arguments)}
+    return Outcome(reward=float(_normal(arguments["answer"], arguments) in expected))
+
+
+def math_equal(arguments: Mapping[str, Any]) -> Outcome:
+    """Score 1.0 where the answer's last mathematical expression equals an expected one, else 0.0.
+
+    math-verify reads both sides, and sympy decides. The sandbox's wall clock bounds how long that
+    takes.
+    """
+    # The import is slow: see `preload` of MATH_EQUAL.
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+
+    formats = (LatexExtractionConfig(), ExprExtractionConfig())
+    expected = []
+    for text in _expected(arguments):
+        # A bare LaTeX formula is read as one only between dollars.
+        found = parse(text, formats, parsing_timeout=None) or parse(
+            f"${text}$", formats, parsing_timeout=None
+        )
+        if not found:
+            raise InvalidArguments("expected", f"is no mathematical expression: {text[:80]!r}")
+        expected.append(found)
+    formats = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
+    answer = parse(arguments["answer"], formats, parsing_timeout=None)
+    right = any(verify(one, answer, timeout_seconds=None) for one in expected)
+    return Outcome(output=str(answer[0]) if answer else "", reward=float(right))
+
+
+def _expected(arguments: Mapping[str, Any]) -> list[str]:
+    expected = arguments["expected"]
+    return [expected] if isinstance(expected, str) else expected
+
+
+def _normal(text: str, arguments: Mapping[str, Any]) -> str:
+    if arguments.get("ignore_spaces", True):
+        text = " ".join(text.split())
+    return text.casefold() if arguments.get("ignore_case", False) else text
+
+
+def python_tests(arguments: Mapping[str, Any]) -> Outcome:
     """Score the share of tests that pass; with `all_or_nothing` 1.0 where all pass, else 0.0."""
     _write("files", arguments["files"])
     _write("tests", arguments["tests"])

@@ -5,7 +5,8 @@ on together, and an action without a choice of units starts at once while none w
 dispatcher and the future of each waiting action. `Actions` runs a tool's action in its turn. The
 time of an action is its queue time, its execution (the tool's own) and its overhead (the rest). A
 call that its provider refused is made again when the provider allows it, if its caller still waits
-then.
+then. `Background` owns the task group of work that goes on after the call that began it has ended,
+such as a step that must not be half done.
 
 Invariants: what an action holds is given back once, whether it ends, fails or is cancelled; jobs
 share what actions wait for equally, and within a job the first to arrive starts first.
@@ -14,24 +15,26 @@ share what actions wait for equally, and within a job the first to arrive starts
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from treadle_core.fair_share import FairOrder
 from treadle_core.tools.action import Action
 from treadle_core.tools.dispatcher import Dispatcher, Started
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended
 from treadle_core.tools.providers import BasicManager
-from treadle_runtime.calls import remaining_s
+from treadle_runtime.calls import detached_context, remaining_s
 from treadle_runtime.errors import ResourceExhausted, Unavailable
 
 from treadle_tools.metrics import Meters
 from treadle_tools.replies import result_of
+from treadle_tools.resources import Demands
 from treadle_tools.sandbox.sandboxes import SandboxLost, WorkerFailed
-from treadle_tools.scheduling.resources import Demands
 from treadle_tools.tool import Granted, Kind, Limits, Result, Status, Tool
+
+R = TypeVar("R")
 
 LONG_DECISION_S = 0.5e-3  # from here on decisions take half of the loop's time at most
 RETRY_S = 1.0  # a full queue moves within a few actions, which take parts of a second
@@ -312,3 +315,37 @@ def ended_of(tool: Tool, result: Result) -> Ended:
         return Ended(End.REFUSED, result.refused_s)
     failed = tool.provider and result.status is not Status.OK and result.invalid is None
     return Ended(End.FAILED) if failed else SERVED
+
+
+class Background:
+    """Runs work in one task group: `spawn` and forget, or `finish` whether or not the caller still
+    waits."""
+
+    def __init__(self) -> None:
+        self._group: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Hold the group open until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            await asyncio.Event().wait()
+
+    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Start work that nobody need wait for; the work must not raise."""
+        if self._group is None:
+            raise RuntimeError("spawned before run")
+        return self._group.create_task(work, context=detached_context())
+
+    async def finish(self, call: Callable[[], Awaitable[R]]) -> R:
+        """Return the result of `call`, which runs to its end even where the caller is cancelled."""
+
+        async def work() -> R | Exception:
+            try:
+                return await call()
+            except Exception as error:  # noqa: BLE001 - it is the caller's, who raises it
+                return error
+
+        ended = await asyncio.shield(self.spawn(work()))
+        if isinstance(ended, Exception):
+            raise ended
+        return ended

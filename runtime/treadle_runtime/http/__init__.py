@@ -1,0 +1,1 @@
+"""Speak HTTP: serve an application beside a service's gRPC server, and call SGLang's server."""

@@ -1,1 +1,0 @@
-"""Decide which waiting action starts now, and on which cores."""
