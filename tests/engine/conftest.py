@@ -17,7 +17,7 @@ def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngi
     ]
     yield engines
     for engine in engines:
-        engine.stop()
+        engine.kill()
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +26,7 @@ def int8_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine
     engine = RealEngine(2, tmp_path_factory.mktemp("int8"), weights="int8")
     engine.start()
     yield engine
-    engine.stop()
+    engine.kill()
 
 
 @pytest.fixture

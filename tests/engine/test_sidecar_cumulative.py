@@ -35,7 +35,7 @@ def cumulative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]
     engine.start()
     engine.wait_ready()
     yield engine
-    engine.stop()
+    engine.kill()
 
 
 async def test_a_step_on_cumulative_streams_has_the_engines_own_tokens(

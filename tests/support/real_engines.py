@@ -1,6 +1,8 @@
 """Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one
 shared folder."""
 
+import atexit
+import functools
 import json
 import os
 import shutil
@@ -9,17 +11,16 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 from support.processes import free_port
 from treadle_cli.mesh.guardian import kill_sessions
-from treadle_sidecar.engine.process import EngineSpec, engine_command
+from treadle_runtime.fork_server import ForkedProcess, ForkServer
+from treadle_sidecar.engine.process import SERVER, EngineSpec, engine_command, open_fork_server
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
-STOP_GRACE_S = 5.0
 POLL_S = 0.25
 SLOTS = 2
 KV_TOKENS = 16_000
@@ -42,6 +43,15 @@ def model_folder() -> str:
         .stdout.strip()
         .splitlines()[-1]
     )
+
+
+@functools.cache
+def engine_forks() -> ForkServer:
+    """Return the fork server of this run of the tests, which starts all engines; it imports SGLang
+    at the first call."""
+    server = open_fork_server(engine_python(), subprocess.DEVNULL)
+    atexit.register(server.close)
+    return server
 
 
 class RealEngine:
@@ -77,7 +87,7 @@ class RealEngine:
             otlp_endpoint=otlp_endpoint,
         )
         self._without = without
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
         self.temp_folder = Path()  # of the process that runs
 
     @property
@@ -98,10 +108,15 @@ class RealEngine:
         self.temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))
         self.kv.mkdir(exist_ok=True)
         command = engine_command(self.spec, {**os.environ, "TMPDIR": str(self.temp_folder)})
-        argv = [word for word in command.argv if word != self._without]
+        arguments = [word for word in command.forked_arguments if word != self._without]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                argv, env=command.env, stdout=log, stderr=log, start_new_session=True
+            self._process = engine_forks().start(
+                SERVER,
+                command.env,
+                log.fileno(),
+                arguments=arguments,
+                cores=self.spec.cores or (),
+                new_session=True,
             )
 
     def wait_ready(self) -> None:
@@ -126,21 +141,13 @@ class RealEngine:
         return found
 
     def kill(self) -> None:
-        """At once, with all its processes, as by the kernel's memory killer; removes its temporary
-        files."""
+        """End it at once with all its processes, as the kernel's memory killer would, and remove
+        its temporary files. Fine where it does not run."""
         if self._process is not None:
             kill_sessions({self._process.pid})
             self._process.wait()
             self._process = None
             shutil.rmtree(self.temp_folder)
-
-    def stop(self) -> None:
-        """Ends it. Fine where it does not run."""
-        if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_GRACE_S)
-        self.kill()
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Past the sidecar: POST, JSON both ways."""
