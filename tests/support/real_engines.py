@@ -54,6 +54,18 @@ def engine_forks() -> ForkServer:
     return server
 
 
+def run_beside_sglang(program: Path, *arguments: str) -> None:
+    """Run a Python file to its end in a process of the engine's venv that has imported SGLang
+    already. Raises AssertionError with what it printed where it fails."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
+    environ["PYTHONPATH"] = str(program.parent)
+    with tempfile.TemporaryFile() as output:
+        process = engine_forks().start(program.stem, environ, output.fileno(), arguments=arguments)
+        code = process.wait()
+        output.seek(0)
+        assert code == 0, output.read().decode()
+
+
 class RealEngine:
     """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it
     does not get."""
