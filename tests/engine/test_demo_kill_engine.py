@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support.processes import fork_server
+from support.real_engines import engine_forks
 from treadle import Client, Prompt, Sampling, Trajectory
 from treadle.environments import user
 from treadle_cli.demo.chatml import read_chat
@@ -25,9 +27,9 @@ from treadle_cli.mesh.processes import ProcessTree
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-STEP_TOKENS = 40
+STEP_TOKENS = 24
 TURNS = 2
-KILL_AFTER_TOKENS = 24  # received by all trajectories together: both engines decode then
+KILL_AFTER_TOKENS = 16  # received by all trajectories together: both engines decode then
 
 
 def sockets_folder(pid: int) -> Path:
@@ -41,8 +43,10 @@ async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) 
     plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), pinned_cores(2), seed=0, flags=())
     screen = io.StringIO()
     board = Board(Console(file=screen))
-    async with ProcessTree(tmp_path / "logs") as tree:
-        mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
+    async with ProcessTree(
+        tmp_path / "logs", fork_server=fork_server(), engine_forks=engine_forks()
+    ) as tree:
+        mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state", probes=False), tree, board)
         chat = read_chat(mesh.model_path)
         folders = [sockets_folder(engine.child.pid) for engine in mesh.engines]
         received = 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support.processes import fork_server
+from support.real_engines import engine_forks
 from treadle import Client, Sampling
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
@@ -55,7 +57,9 @@ async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_ba
         file.write_text(json.dumps(document))
         return await run_apply(file, mesh.where.scheduler, None, dry_run, 0.0, START_S, console)
 
-    async with ProcessTree(tmp_path / "logs") as tree:
+    async with ProcessTree(
+        tmp_path / "logs", fork_server=fork_server(), engine_forks=engine_forks()
+    ) as tree:
         mesh_plan = MeshPlan(plan, tmp_path / "state", takes_resource_plans=True)
         mesh = await Mesh.start(mesh_plan, tree, Board(console))
         local = LocalEngines(mesh, checks.list_units())

@@ -129,6 +129,7 @@ async def test_an_engine_whose_scheduler_process_is_stopped_is_lost_until_it_is_
         "ENGINE_URL": cumulative.url,
         "SCHEDULER": scheduler.address,
         "ENGINE_STALL_S": "10",
+        "PROBE_S": "0",
     }
     side = await start_service(
         "treadle_sidecar", {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}

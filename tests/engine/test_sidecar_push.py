@@ -23,6 +23,7 @@ from support.sidecar_in_process import sidecar
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPT = [3 + (position * 7919) % 40_000 for position in range(48)]
 TOKENS = 32
+RUNNING_TOKENS = 160  # of the step during which weights change
 PARTS = 2
 
 
@@ -109,7 +110,9 @@ async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
         seen: list[int] = []
 
         async def run() -> None:
-            sampling = treadle.Sampling(max_new_tokens=300, temperature=0.0, ignore_eos=True)
+            sampling = treadle.Sampling(
+                max_new_tokens=RUNNING_TOKENS, temperature=0.0, ignore_eos=True
+            )
             async for chunk in running.generate(sampling):
                 seen.extend(chunk.token_ids)
 
@@ -120,7 +123,10 @@ async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
         await task
         versions = [span.weight_version for span in running.version_spans]
         assert len(versions) == 2 and versions[1] == "changed"
-        assert sum(span.end_token - span.start_token for span in running.version_spans) == 300
+        assert (
+            sum(span.end_token - span.start_token for span in running.version_spans)
+            == RUNNING_TOKENS
+        )
 
         await trainer.ask("save", tmp_path / "changed")
         assert await client.update_weights(str(tmp_path / "changed"), "changed-on-disk") == {}
