@@ -16,12 +16,12 @@ import psutil
 import pytest
 from rich.console import Console
 from support.processes import fork_server
-from support.real_engines import engine_forks
+from support.real_engines import engine_forks, small_model_folder
 from treadle import Client, Prompt, Sampling, Trajectory
 from treadle.environments import user
 from treadle_cli.demo.chatml import read_chat
 from treadle_cli.mesh.checks import engine_python, pinned_cores
-from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Board, Mesh, MeshPlan
 from treadle_cli.mesh.processes import ProcessTree
 
@@ -40,7 +40,9 @@ def sockets_folder(pid: int) -> Path:
 
 
 async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) -> None:
-    plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), pinned_cores(2), seed=0, flags=())
+    plan = EnginePlan(
+        2, 2, small_model_folder(tmp_path), engine_python(), pinned_cores(2), seed=0, flags=()
+    )
     screen = io.StringIO()
     board = Board(Console(file=screen))
     async with ProcessTree(

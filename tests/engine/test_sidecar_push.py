@@ -84,12 +84,16 @@ async def greedy(client: treadle.Client, name: str) -> list[int]:
 
 
 async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
-    nats_url: str, engine: RealEngine, start_service: StartService, tmp_path: Path
+    nats_url: str,
+    two_engines: tuple[RealEngine, RealEngine],
+    start_service: StartService,
+    tmp_path: Path,
 ) -> None:
     """Two layers are exchanged by a broadcast while a step runs, loaded from disk as such, and put
     back by a broadcast. Result: greedy tokens after the broadcast are those after the load, and at
     the end those of the beginning; the step has a span of each version. The engine, which cannot
     sleep, says so."""
+    engine = two_engines[0]
     scheduler = await start_service(
         "treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
     )
