@@ -34,7 +34,7 @@ KILL_AFTER_TOKENS = 16  # received by all trajectories together: both engines de
 
 def sockets_folder(pid: int) -> Path:
     """The one folder of all sockets through which an engine's processes talk."""
-    sockets = [Path(each.laddr) for each in psutil.Process(pid).net_connections("unix")]
+    sockets = [Path(str(each.laddr)) for each in psutil.Process(pid).net_connections("unix")]
     [folder] = {path.parent for path in sockets if path.is_socket()}
     return folder
 

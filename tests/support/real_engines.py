@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.processes import free_port
+from support.processes import free_port, worker_number
 from treadle_cli.mesh.guardian import kill_sessions
 from treadle_runtime.fork_server import ForkedProcess, ForkServer
 from treadle_sidecar.engine.process import SERVER, EngineSpec, engine_command, open_fork_server
@@ -23,7 +23,7 @@ from treadle_sidecar.engine.process import SERVER, EngineSpec, engine_command, o
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
 POLL_S = 0.25
 SLOTS = 2
-KV_TOKENS = 16_000
+KV_TOKENS = 8_000
 KV_LIMIT_GB = 0.05  # of the folder of pages: 254 of the small model in float32
 SMALL_LAYERS = 8  # of 30: such an engine prefills in a third of the time
 ROOT = Path(__file__).parents[2]
@@ -104,7 +104,7 @@ class RealEngine:
             cpu=True,
             model_path=model or model_folder(),
             venv_python=engine_python(),
-            cores=(cores[index % len(cores)],),
+            cores=(cores[(index + worker_number()) % len(cores)],),
             slots=SLOTS,
             kv_tokens=KV_TOKENS,
             weights=weights,
