@@ -57,10 +57,12 @@ demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writ
 # are cores. Unit tests come last: they are short, and no core is idle at the end.
 PYTEST := $(BIN)/python -m pytest
 AT_ONCE := -n 5 --dist loadfile --no-loadscope-reorder
+# Each engine has one core, and many of these tests use one engine.
+ENGINES_AT_ONCE := -n 2 --dist loadfile
 
 test: setup      ## every test but those of `make test-full`: real services, real engines
 	@$(PYTEST) -m "not engine and not full" $(AT_ONCE) $(ARGS)
-	@$(PYTEST) -m "engine and not full" $(ARGS)
+	@$(PYTEST) -m "engine and not full" $(ENGINES_AT_ONCE) $(ARGS)
 
 test-quick: setup ## unit, contract and architecture tests
 	@$(PYTEST) tests/unit tests/contract tests/architecture -m "not engine and not full" $(AT_ONCE) $(ARGS)

@@ -27,6 +27,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -97,24 +98,37 @@ class ForkedProcess:
 
 class ForkServer:
     """Fork server with these modules imported, as its caller sees it. Close it, or use it in a
-    `with` block."""
+    `with` block.
 
-    def __init__(self, modules: Sequence[str]) -> None:
+    python, env: the Python of another virtual environment that has setproctitle, and the
+    environment variables with which the modules are imported there; by default the fork server
+    imports as its caller does. output: what `subprocess.Popen` takes as the fork server's own
+    stdout and stderr.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
+        output: int | None = None,
+    ) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_REQUEST_BYTES)
         self._is_ready = False
         self._lock = threading.Lock()
         with theirs:
-            command = [sys.executable, "-m", __spec__.name, str(theirs.fileno())]
-            environment = {
-                **os.environ,
-                **WITHOUT_FORK_HANDLERS,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            }
+            # By path: it needs nothing else of this package. -P: and imports nothing beside it.
+            command = [python, "-P", __file__, str(theirs.fileno())]
+            if env is None:
+                env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             self._process = subprocess.Popen(
                 command,
-                env=environment,
+                env={**env, **WITHOUT_FORK_HANDLERS},
                 stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for the caller
             )
@@ -175,6 +189,7 @@ class ForkServer:
     def close(self) -> None:
         """End the fork server; the kernel kills all processes that it started."""
         self._socket.close()
+        self._process.kill()  # it may still import
         self._process.wait()
 
     def _receive(self) -> bytes:
@@ -266,6 +281,7 @@ def become(order: Order, output_fd: int) -> None:
     os.chdir(order.cwd)
     os.environ.clear()
     os.environ.update(order.env)
+    tempfile.tempdir = None  # an import may have asked for it under another TMPDIR
     sys.path[:0] = [
         path for path in order.env.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path
     ]
@@ -293,7 +309,7 @@ def main() -> None:
     """Import the modules that the first message names, then start processes until the caller is
     gone."""
     # its first call must come before `become`
-    setproctitle.setproctitle(f"{sys.executable} -m {__spec__.name}")
+    setproctitle.setproctitle(f"{sys.executable} {__file__}")
     orders = socket.socket(fileno=int(sys.argv[1]))
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)

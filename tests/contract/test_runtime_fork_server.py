@@ -70,6 +70,36 @@ def test_a_child_has_its_own_arguments_environment_folder_output_and_exit_code(
     ).read_text() == f"['exit', '7'] treadle False {folder} True\nto stderr\n"
 
 
+def test_modules_are_imported_with_the_environment_that_is_given_and_a_child_has_its_own(
+    folder: Path,
+) -> None:
+    (folder / "imported.py").write_text(
+        "import os, tempfile\nname, temp = os.environ['NAME'], tempfile.gettempdir()\n"
+    )
+    (folder / "program.py").write_text(
+        "import imported, os, tempfile\n"
+        "print(imported.name, imported.temp, os.environ['NAME'], tempfile.gettempdir())\n"
+    )
+    theirs, own = folder / "theirs", folder / "own"
+    theirs.mkdir()
+    own.mkdir()
+    env = {"PYTHONPATH": str(folder), "NAME": "server", "TMPDIR": str(theirs)}
+    with (
+        (folder / "output").open("ab") as output,
+        ForkServer(["imported"], python=sys.executable, env=env) as server,
+    ):
+        environment = {**env, "NAME": "child", "TMPDIR": str(own)}
+        assert server.start("program", environment, output.fileno()).wait() == 0
+    assert (folder / "output").read_text() == f"server {theirs} child {own}\n"
+
+
+def test_a_fork_server_that_still_imports_ends_at_once_when_it_is_closed(folder: Path) -> None:
+    (folder / "program.py").write_text("import time\ntime.sleep(1000)\n")
+    server = ForkServer(["program"], env={"PYTHONPATH": str(folder)})
+    server.close()
+    assert not psutil.pid_exists(server.pid)
+
+
 def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(
     server: ForkServer, folder: Path
 ) -> None:

@@ -1,48 +1,56 @@
-"""Engines for all tests of a run: started once, since a start takes half a minute; stopped by
-process group at the end."""
+"""Engines for all tests of a run: each is started when a test first needs it, and ended with all its
+processes after the last test."""
 
 from collections.abc import Iterator
 
 import pytest
-from support.real_engines import RealEngine
+from support.real_engines import RealEngine, small_model_folder
+
+# A context that is computed in other pieces can end in another token where two are near, with 8-bit
+# weights; with bf16, which a processor may have, logprobs differ by up to 0.1.
+FLOAT32 = ("--dtype", "float32")
 
 
 @pytest.fixture(scope="session")
-def _engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
+def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    engine = RealEngine(0, tmp_path_factory.mktemp("engine"), FLOAT32, weights="float")
+    yield engine
+    engine.kill()
+
+
+@pytest.fixture(scope="session")
+def _two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
     folder = tmp_path_factory.mktemp("engines")
-    # A context that is computed in other pieces can end in another token where two are near, with
-    # 8-bit weights; with bf16, which a processor may have, logprobs differ by up to 0.1.
-    engines = [
-        RealEngine(index, folder, ("--dtype", "float32"), weights="float") for index in range(2)
-    ]
+    model = small_model_folder(folder)
+    engines = [RealEngine(i, folder, FLOAT32, weights="float", model=model) for i in range(2)]
     yield engines
     for engine in engines:
-        engine.stop()
+        engine.kill()
 
 
 @pytest.fixture(scope="session")
 def int8_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
     """One running engine with 8-bit weights, on a core that it shares with one of the others."""
-    engine = RealEngine(2, tmp_path_factory.mktemp("int8"), weights="int8")
+    engine = RealEngine(1, tmp_path_factory.mktemp("int8"), weights="int8")
     engine.start()
     yield engine
-    engine.stop()
+    engine.kill()
 
 
 @pytest.fixture
-def engine(_engines: list[RealEngine]) -> RealEngine:
+def engine(_engine: RealEngine) -> RealEngine:
     """One running engine."""
-    _engines[0].start()
-    _engines[0].wait_ready()
-    return _engines[0]
+    _engine.start()
+    _engine.wait_ready()
+    return _engine
 
 
 @pytest.fixture
-def two_engines(_engines: list[RealEngine]) -> tuple[RealEngine, RealEngine]:
-    """Two running engines that share a KV folder; one that an earlier test killed is started
-    again."""
-    for one in _engines:
+def two_engines(_two_engines: list[RealEngine]) -> tuple[RealEngine, RealEngine]:
+    """Two running engines of a small model that share a KV folder; one that an earlier test killed
+    is started again."""
+    for one in _two_engines:
         one.start()
-    for one in _engines:
+    for one in _two_engines:
         one.wait_ready()
-    return _engines[0], _engines[1]
+    return _two_engines[0], _two_engines[1]

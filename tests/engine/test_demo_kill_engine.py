@@ -15,32 +15,42 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support.processes import fork_server
+from support.real_engines import engine_forks, small_model_folder
 from treadle import Client, Prompt, Sampling, Trajectory
 from treadle.environments import user
 from treadle_cli.demo.agents import read_chat
 from treadle_cli.mesh.checks import engine_python, pinned_cores
-from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Board, Mesh, MeshPlan
 from treadle_cli.mesh.processes import ProcessTree
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-STEP_TOKENS = 40
+STEP_TOKENS = 24
 TURNS = 2
-KILL_AFTER_TOKENS = 24  # received by all trajectories together: both engines decode then
+KILL_AFTER_TOKENS = 16  # received by all trajectories together: both engines decode then
+
+
+def sockets_folder(pid: int) -> Path:
+    """The one folder of all sockets through which an engine's processes talk."""
+    sockets = [Path(str(each.laddr)) for each in psutil.Process(pid).net_connections("unix")]
+    [folder] = {path.parent for path in sockets if path.is_socket()}
+    return folder
 
 
 async def test_a_killed_engine_loses_no_trajectory_and_no_token(tmp_path: Path) -> None:
-    plan = EnginePlan(2, 2, DEFAULT_MODEL, engine_python(), pinned_cores(2), seed=0, flags=())
+    plan = EnginePlan(
+        2, 2, small_model_folder(tmp_path), engine_python(), pinned_cores(2), seed=0, flags=()
+    )
     screen = io.StringIO()
     board = Board(Console(file=screen))
-    async with ProcessTree(tmp_path / "logs") as tree:
-        mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state"), tree, board)
+    async with ProcessTree(
+        tmp_path / "logs", fork_server=fork_server(), engine_forks=engine_forks()
+    ) as tree:
+        mesh = await Mesh.start(MeshPlan(plan, tmp_path / "state", probes=False), tree, board)
         chat = read_chat(mesh.model_path)
-        folders = [
-            Path(psutil.Process(engine.child.pid).environ()["TMPDIR"]) for engine in mesh.engines
-        ]
-        assert all(any(file.is_socket() for file in folder.iterdir()) for folder in folders)
+        folders = [sockets_folder(engine.child.pid) for engine in mesh.engines]
         received = 0
 
         async def agent(trajectory: Trajectory, prompt: Prompt) -> float:

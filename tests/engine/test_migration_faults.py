@@ -25,7 +25,7 @@ from treadle_sidecar.engine.process import PAGE_TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
-PROMPT_PAGES = 6
+PROMPT_PAGES = 3
 GREEDY = {"max_new_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}
 
 

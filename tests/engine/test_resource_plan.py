@@ -9,11 +9,13 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+from support.processes import fork_server
+from support.real_engines import engine_forks, small_model_folder
 from treadle import Client, Sampling
 from treadle_cli.apply import run_apply
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
-from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
+from treadle_cli.mesh.engines import EnginePlan
 from treadle_cli.mesh.mesh import Board, LocalEngines, Mesh, MeshPlan
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.resources.servicer import serve_resources
@@ -38,14 +40,18 @@ TOKENS = 6
 
 
 async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_back(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two engines of a core each. Result: with a trajectory open, a plan is refused and nothing
     changes; then one engine has both cores, four slots and a measured curve, and the others are
     gone; an engine with a flag that SGLang does not know is named with the end of its log, and
     after it an engine of the class before serves a trajectory."""
+    # A first probe that is cut off is repeated a minute later, and `apply` waits for the curve.
+    monkeypatch.setenv("TREADLE_SIDECAR_PROBE_S", "30")
     cores = checks.pinned_cores(2)
-    plan = EnginePlan(2, 2, DEFAULT_MODEL, checks.engine_python(), cores, seed=0, flags=())
+    plan = EnginePlan(
+        2, 2, small_model_folder(tmp_path), checks.engine_python(), cores, seed=0, flags=()
+    )
     screen = io.StringIO()
     console = Console(file=screen, width=200)
 
@@ -55,7 +61,9 @@ async def test_a_plan_changes_the_engines_and_one_that_cannot_start_is_rolled_ba
         file.write_text(json.dumps(document))
         return await run_apply(file, mesh.where.scheduler, None, dry_run, 0.0, START_S, console)
 
-    async with ProcessTree(tmp_path / "logs") as tree:
+    async with ProcessTree(
+        tmp_path / "logs", fork_server=fork_server(), engine_forks=engine_forks()
+    ) as tree:
         mesh_plan = MeshPlan(plan, tmp_path / "state", takes_resource_plans=True)
         mesh = await Mesh.start(mesh_plan, tree, Board(console))
         local = LocalEngines(mesh, checks.list_units())

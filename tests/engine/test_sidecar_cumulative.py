@@ -35,7 +35,7 @@ def cumulative(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]
     engine.start()
     engine.wait_ready()
     yield engine
-    engine.stop()
+    engine.kill()
 
 
 async def test_a_step_on_cumulative_streams_has_the_engines_own_tokens(
@@ -129,6 +129,7 @@ async def test_an_engine_whose_scheduler_process_is_stopped_is_lost_until_it_is_
         "ENGINE_URL": cumulative.url,
         "SCHEDULER": scheduler.address,
         "ENGINE_STALL_S": "10",
+        "PROBE_S": "0",
     }
     side = await start_service(
         "treadle_sidecar", {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}

@@ -161,7 +161,7 @@ async def test_a_trajectorys_kv_moves_to_the_other_engine_through_storage(
 async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_still_moves(
     nats_url: str, two_engines: tuple[RealEngine, RealEngine]
 ) -> None:
-    """e0 takes a trajectory's turn before and after each of six prompts, more together than the
+    """e0 takes a trajectory's turn before and after each of four prompts, more together than the
     folder may hold. Result: the folder stays below its limit, and of the trajectory, but for its
     last token, all comes from storage."""
     first, second = two_engines
@@ -171,12 +171,12 @@ async def test_the_folder_keeps_its_limit_and_the_prefix_that_was_used_last_stil
         sidecar(nats_url, second.url, "e1", **storage) as target,
     ):
         context = prompt(8, 400)
-        for turn in range(7):
+        for turn in range(5):
             order = step_request(ticket("e0", trajectory_id="t8", turn=turn), context, sampled(16))
             context = context + (await run_step(source.stub, order)).tokens.tolist()
-            if turn < 6:
+            if turn < 4:
                 other = step_request(
-                    ticket("e0", trajectory_id=f"o{turn}"), prompt(20 + turn, 1500), sampled(1)
+                    ticket("e0", trajectory_id=f"o{turn}"), prompt(20 + turn, 1200), sampled(1)
                 )
                 await run_step(source.stub, other)
                 await source.stub.ExportPrefix(

@@ -3,9 +3,11 @@ in for."""
 
 import os
 import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from support.real_engines import engine_python
+from support.real_engines import engine_python, run_beside_sglang
 from treadle_sidecar.engine.process import choose_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
@@ -130,7 +132,8 @@ assert base.host_memory_budget_bytes() == 3 * 2**30
 """
 
 
-def run(code: str) -> None:
+def run_alone(code: str) -> None:
+    """Run the code in an interpreter that has imported nothing."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
     done = subprocess.run(
         [engine_python(), "-c", code], env=environ, capture_output=True, text=True, check=False
@@ -138,30 +141,50 @@ def run(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[str], None]:
+    """Runs code beside SGLang."""
+
+    def run_code(code: str) -> None:
+        program = tmp_path / "program.py"
+        program.write_text(code)
+        run_beside_sglang(program)
+
+    return run_code
+
+
 def test_unless_it_is_chosen_the_plugin_answers_nothing_and_loads_nothing() -> None:
-    run(UNCHOSEN)
+    run_alone(UNCHOSEN)
 
 
-def test_the_seeded_hash_is_murmur_three_over_seed_position_and_column() -> None:
+def test_the_seeded_hash_is_murmur_three_over_seed_position_and_column(
+    run: Callable[[str], None],
+) -> None:
     run(HASH)
 
 
-def test_the_copies_move_the_pages_that_the_kernels_would() -> None:
+def test_the_copies_move_the_pages_that_the_kernels_would(run: Callable[[str], None]) -> None:
     run(TRANSFERS)
 
 
-def test_attention_of_the_new_tokens_is_what_sglang_computes_for_them() -> None:
+def test_attention_of_the_new_tokens_is_what_sglang_computes_for_them(
+    run: Callable[[str], None],
+) -> None:
     run(ATTENTION)
 
 
-def test_on_a_machine_with_4_gb_free_host_pools_of_3_gb_may_be_made() -> None:
+def test_on_a_machine_with_4_gb_free_host_pools_of_3_gb_may_be_made(
+    run: Callable[[str], None],
+) -> None:
     run(LAPTOP)
 
 
 @pytest.mark.skipif(
     choose_weights("auto", cpu=True) == "float", reason="8-bit products need avx512_vnni"
 )
-def test_products_of_8_bits_are_near_the_exact_ones_and_each_token_has_its_own() -> None:
+def test_products_of_8_bits_are_near_the_exact_ones_and_each_token_has_its_own(
+    run: Callable[[str], None],
+) -> None:
     run(INT8)
 
 
@@ -178,8 +201,10 @@ except SystemExit as error:
 else:
     raise AssertionError("no error")
 """
-    run(code)
+    run_alone(code)
 
 
-def test_attention_over_a_cached_prefix_gives_what_the_stock_backend_gives() -> None:
+def test_attention_over_a_cached_prefix_gives_what_the_stock_backend_gives(
+    run: Callable[[str], None],
+) -> None:
     run(ATTENTION)

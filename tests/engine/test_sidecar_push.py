@@ -23,6 +23,7 @@ from support.sidecar_in_process import sidecar
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 PROMPT = [3 + (position * 7919) % 40_000 for position in range(48)]
 TOKENS = 32
+RUNNING_TOKENS = 160  # of the step during which weights change
 PARTS = 2
 
 
@@ -83,12 +84,16 @@ async def greedy(client: treadle.Client, name: str) -> list[int]:
 
 
 async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
-    nats_url: str, engine: RealEngine, start_service: StartService, tmp_path: Path
+    nats_url: str,
+    two_engines: tuple[RealEngine, RealEngine],
+    start_service: StartService,
+    tmp_path: Path,
 ) -> None:
     """Two layers are exchanged by a broadcast while a step runs, loaded from disk as such, and put
     back by a broadcast. Result: greedy tokens after the broadcast are those after the load, and at
     the end those of the beginning; the step has a span of each version. The engine, which cannot
     sleep, says so."""
+    engine = two_engines[0]
     scheduler = await start_service(
         "treadle_scheduler", {"TREADLE_SCHEDULER_LISTEN": f"127.0.0.1:{free_port()}"}
     )
@@ -109,7 +114,9 @@ async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
         seen: list[int] = []
 
         async def run() -> None:
-            sampling = treadle.Sampling(max_new_tokens=300, temperature=0.0, ignore_eos=True)
+            sampling = treadle.Sampling(
+                max_new_tokens=RUNNING_TOKENS, temperature=0.0, ignore_eos=True
+            )
             async for chunk in running.generate(sampling):
                 seen.extend(chunk.token_ids)
 
@@ -120,7 +127,10 @@ async def test_tokens_follow_the_weights_that_a_trainer_broadcasts(
         await task
         versions = [span.weight_version for span in running.version_spans]
         assert len(versions) == 2 and versions[1] == "changed"
-        assert sum(span.end_token - span.start_token for span in running.version_spans) == 300
+        assert (
+            sum(span.end_token - span.start_token for span in running.version_spans)
+            == RUNNING_TOKENS
+        )
 
         await trainer.ask("save", tmp_path / "changed")
         assert await client.update_weights(str(tmp_path / "changed"), "changed-on-disk") == {}

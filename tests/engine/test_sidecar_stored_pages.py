@@ -1,20 +1,16 @@
 """Stored pages of KV inside the engine's own venv: what was damaged or is another engine's is never
 used, and the folder keeps its limit."""
 
-import subprocess
-
 import pytest
 from support.processes import SUPPORT
-from support.real_engines import engine_python
+from support.real_engines import run_beside_sglang
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
 
 def play(*scenarios: str) -> None:
     """The scenarios are functions of support/stored_pages.py, which imports SGLang."""
-    command = [str(engine_python()), str(SUPPORT / "stored_pages.py"), *scenarios]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    run_beside_sglang(SUPPORT / "stored_pages.py", *scenarios)
 
 
 def test_a_stored_page_is_used_only_as_it_was_written() -> None:

@@ -105,12 +105,16 @@ class ServiceProcess:
             self.kill()
 
 
+def worker_number() -> int:
+    """Return which worker of pytest-xdist this process is, from 0; 0 without workers."""
+    return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
 def free_port() -> int:
     """A port that no socket listens on, and that no other call in this run of the tests has
     returned: each worker of pytest-xdist has ports of its own."""
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    return next(port for _ in count() if (port := PORTS.choose(1)[0]) % workers == number)
+    return next(port for _ in count() if (port := PORTS.choose(1)[0]) % workers == worker_number())
 
 
 def command_line(process: psutil.Process) -> str:

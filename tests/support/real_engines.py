@@ -1,6 +1,8 @@
 """Real SGLang engines on the CPU as child processes: one thread and one core each, KV through one
 shared folder."""
 
+import atexit
+import functools
 import json
 import os
 import shutil
@@ -9,21 +11,21 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from support.processes import free_port
+from support.processes import free_port, worker_number
 from treadle_cli.mesh.guardian import kill_sessions
-from treadle_sidecar.engine.process import EngineSpec, engine_command
+from treadle_runtime.fork_server import ForkedProcess, ForkServer
+from treadle_sidecar.engine.process import SERVER, EngineSpec, engine_command, open_fork_server
 
 START_DEADLINE_S = 240.0  # two engines that start together on a busy machine
-STOP_GRACE_S = 5.0
 POLL_S = 0.25
 SLOTS = 2
-KV_TOKENS = 16_000
-KV_LIMIT_GB = 0.2  # of the folder of pages: 270 or 540, by the bytes of a number
+KV_TOKENS = 8_000
+KV_LIMIT_GB = 0.05  # of the folder of pages: 254 of the small model in float32
+SMALL_LAYERS = 8  # of 30: such an engine prefills in a third of the time
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,9 +46,43 @@ def model_folder() -> str:
     )
 
 
+def small_model_folder(folder: Path) -> str:
+    """Make a folder with the first SMALL_LAYERS layers of the converted model, and return it. Its
+    text means nothing; it is for tests in which tokens are only counted and compared."""
+    whole, small = Path(model_folder()), folder / "small-model"
+    small.mkdir()
+    for file in whole.iterdir():
+        (small / file.name).symlink_to(file)
+    config = json.loads((whole / "config.json").read_text())
+    (small / "config.json").unlink()
+    (small / "config.json").write_text(json.dumps({**config, "num_hidden_layers": SMALL_LAYERS}))
+    return str(small)
+
+
+@functools.cache
+def engine_forks() -> ForkServer:
+    """Return the fork server of this run of the tests, which starts all engines; it imports SGLang
+    at the first call."""
+    server = open_fork_server(engine_python(), subprocess.DEVNULL)
+    atexit.register(server.close)
+    return server
+
+
+def run_beside_sglang(program: Path, *arguments: str) -> None:
+    """Run a Python file to its end in a process of the engine's venv that has imported SGLang
+    already. Raises AssertionError with what it printed where it fails."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TREADLE_")}
+    environ["PYTHONPATH"] = str(program.parent)
+    with tempfile.TemporaryFile() as output:
+        process = engine_forks().start(program.stem, environ, output.fileno(), arguments=arguments)
+        code = process.wait()
+        output.seek(0)
+        assert code == 0, output.read().decode()
+
+
 class RealEngine:
     """One engine; `start` may be called again after `kill`. without: an argument of SGLang that it
-    does not get."""
+    does not get. model: a folder; by default the converted model."""
 
     def __init__(
         self,
@@ -56,6 +92,7 @@ class RealEngine:
         weights: str = "auto",
         without: str = "",
         otlp_endpoint: str = "",
+        model: str = "",
     ) -> None:
         cores = sorted(os.sched_getaffinity(0))
         self.log = folder / f"engine-{index}.log"
@@ -65,9 +102,9 @@ class RealEngine:
             port=free_port(),
             nccl_port=free_port(),
             cpu=True,
-            model_path=model_folder(),
+            model_path=model or model_folder(),
             venv_python=engine_python(),
-            cores=(cores[index % len(cores)],),
+            cores=(cores[(index + worker_number()) % len(cores)],),
             slots=SLOTS,
             kv_tokens=KV_TOKENS,
             weights=weights,
@@ -77,7 +114,7 @@ class RealEngine:
             otlp_endpoint=otlp_endpoint,
         )
         self._without = without
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ForkedProcess | None = None
         self.temp_folder = Path()  # of the process that runs
 
     @property
@@ -98,10 +135,15 @@ class RealEngine:
         self.temp_folder = Path(tempfile.mkdtemp(prefix="treadle-"))
         self.kv.mkdir(exist_ok=True)
         command = engine_command(self.spec, {**os.environ, "TMPDIR": str(self.temp_folder)})
-        argv = [word for word in command.argv if word != self._without]
+        arguments = [word for word in command.forked_arguments if word != self._without]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                argv, env=command.env, stdout=log, stderr=log, start_new_session=True
+            self._process = engine_forks().start(
+                SERVER,
+                command.env,
+                log.fileno(),
+                arguments=arguments,
+                cores=self.spec.cores or (),
+                new_session=True,
             )
 
     def wait_ready(self) -> None:
@@ -126,21 +168,13 @@ class RealEngine:
         return found
 
     def kill(self) -> None:
-        """At once, with all its processes, as by the kernel's memory killer; removes its temporary
-        files."""
+        """End it at once with all its processes, as the kernel's memory killer would, and remove
+        its temporary files. Fine where it does not run."""
         if self._process is not None:
             kill_sessions({self._process.pid})
             self._process.wait()
             self._process = None
             shutil.rmtree(self.temp_folder)
-
-    def stop(self) -> None:
-        """Ends it. Fine where it does not run."""
-        if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_GRACE_S)
-        self.kill()
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Past the sidecar: POST, JSON both ways."""

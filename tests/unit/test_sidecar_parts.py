@@ -184,6 +184,7 @@ def test_a_cpu_engine_is_pinned_has_one_thread_a_core_and_chooses_the_platform()
         in line
     )
     assert "--max-running-requests 5" in line, "two above the slots, for prefetches"
+    assert command.forked_arguments[:2] == ("--model-path", "/m"), "those of the server itself"
     assert "--nccl-port 31001" in line
     assert "--device cpu" in line
     assert "--hicache-io-backend direct" in line

@@ -118,7 +118,7 @@ async def run_demo(
     plays: list[PlayRecord] = []
     records: list[TrajectoryRecord] = []
     try:
-        async with open_tree(logs, hurry) as tree:
+        async with open_tree(logs, hurry, engines) as tree:
             with StartBoard(console) as board:
                 mesh = await Mesh.start(MeshPlan(engines, state), tree, board)
                 chat = read_chat(mesh.model_path)

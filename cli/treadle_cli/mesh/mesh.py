@@ -272,6 +272,9 @@ class Mesh:
             return
         with self.board.part("model"):
             self.model_path = await engines.prepare_model(self._tree, plan)
+        if self._tree.engine_forks is not None:
+            with self.board.part("SGLang, imported once for all engines"):
+                await asyncio.to_thread(self._tree.engine_forks.wait_until_ready)
         self.engines = engines.start_engines(self._tree, plan, self.model_path, self.kv)
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
@@ -397,7 +400,7 @@ async def run_up(
     the end. announce: called with all addresses by name when all serves.
     """
     try:
-        async with open_tree(logs, hurry) as tree:
+        async with open_tree(logs, hurry, plan.engines) as tree:
             with StartBoard(console) as board:
                 mesh = await Mesh.start(
                     replace(plan, takes_resource_plans=True, front_door=True), tree, board

@@ -102,6 +102,7 @@ class Child:
         self.stage = stage
         self.exited = asyncio.Event()
         self.stopping = False  # its end is expected
+        self.stop_signal = signal.SIGTERM
 
     @property
     def returncode(self) -> int | None:
@@ -160,8 +161,8 @@ class ProcessTree:
 
     log_folder: the output of a child goes to NAME.log there. hurry: once set, stopping kills
     without a grace period. fork_server: starts the services; it belongs to the caller, who closes
-    it after the tree. on_death: called on the loop with each child that ends although nobody
-    stopped it. ports: for the children.
+    it after the tree. engine_forks: the same for engines on a CPU. on_death: called on the loop
+    with each child that ends although nobody stopped it. ports: for the children.
     """
 
     def __init__(
@@ -171,9 +172,11 @@ class ProcessTree:
         hurry: asyncio.Event | None = None,
         grace_s: float = STOP_GRACE_S,
         fork_server: "ForkServer | None" = None,
+        engine_forks: "ForkServer | None" = None,
     ) -> None:
         self._log_folder = log_folder
         self._fork_server = fork_server
+        self.engine_forks = engine_forks
         self._hurry = hurry or asyncio.Event()
         self._grace_s = grace_s
         self.on_death: Callable[[Child], None] = lambda child: None
@@ -211,9 +214,10 @@ class ProcessTree:
         *,
         cores: Sequence[int] = (),
         stage: int = 0,
+        inherit: bool = True,
     ) -> Child:
-        """Start `argv` with `env` beside this process's own environment, pinned to `cores` where
-        given.
+        """Start `argv` with `env` beside this process's own environment (`inherit`), pinned to
+        `cores` where given.
 
         Higher stages are stopped first.
         """
@@ -223,7 +227,7 @@ class ProcessTree:
         with log_path.open("ab") as log_file:
             process = subprocess.Popen(
                 [*launcher, *argv],
-                env=self._environment(name, env),
+                env=self._environment(name, {**os.environ, **env} if inherit else env),
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
@@ -248,9 +252,33 @@ class ProcessTree:
                 name, [sys.executable, "-m", module, *arguments], env, cores=cores, stage=stage
             )
         await asyncio.to_thread(self._fork_server.wait_until_ready)
+        whole_env = {**os.environ, **env}
+        return self.fork(
+            self._fork_server,
+            name,
+            module,
+            whole_env,
+            arguments=arguments,
+            cores=cores,
+            stage=stage,
+        )
+
+    def fork(
+        self,
+        fork_server: "ForkServer",
+        name: str,
+        module: str,
+        env: Mapping[str, str],
+        *,
+        arguments: Sequence[str] = (),
+        cores: Sequence[int] = (),
+        stage: int = 0,
+    ) -> Child:
+        """Start `python -m module arguments` as a fork of `fork_server`, which is ready, with `env`
+        as its whole environment."""
         log_path = self._log_folder / f"{name}.log"
         with log_path.open("ab") as log_file:
-            process = self._fork_server.start(
+            process = fork_server.start(
                 module,
                 self._environment(name, env),
                 log_file.fileno(),
@@ -263,7 +291,7 @@ class ProcessTree:
     def _environment(self, name: str, env: Mapping[str, str]) -> dict[str, str]:
         temp_folder = self._temp_folder / name
         temp_folder.mkdir(exist_ok=True)
-        return {**os.environ, "TMPDIR": str(temp_folder), **env}
+        return {**env, "TMPDIR": str(temp_folder)}
 
     def _watch(self, child: Child, exit_fd: int) -> Child:
         self.children.append(child)
@@ -279,13 +307,13 @@ class ProcessTree:
         return folder
 
     async def stop(self, children: Sequence[Child]) -> None:
-        """Send SIGTERM, then SIGKILL to what is left after `grace_s` (at once under `hurry`).
-        Return when all ended."""
+        """Send each child its stop signal, then SIGKILL to what is left after `grace_s` (at once
+        under `hurry`). Return when all ended."""
         waiting = [child for child in children if not child.exited.is_set()]
         for child in waiting:
             child.stopping = True
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGTERM)
+                os.kill(child.pid, child.stop_signal)
         give_up_at = time.monotonic() + self._grace_s
         while any(not child.exited.is_set() for child in waiting):
             if self._hurry.is_set() or time.monotonic() > give_up_at:

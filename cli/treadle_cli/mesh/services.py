@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from treadle_runtime.fork_server import ForkServer
 from treadle_cli.certs import DEFAULT_TENANT, NATS, nats_config
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server
+from treadle_cli.mesh.engines import EnginePlan, open_engine_forks
 from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessTree, is_free
 
 START_TIMEOUT_S = (
@@ -300,11 +301,19 @@ class ControlPlane:
 
 
 @asynccontextmanager
-async def open_tree(logs: Path, hurry: asyncio.Event) -> AsyncIterator[ProcessTree]:
-    """Open a process tree whose services are forks of one process that has imported them. logs,
-    hurry: as ProcessTree's."""
-    with ForkServer(SERVICE_MODULES) as fork_server:
-        async with ProcessTree(logs, hurry=hurry, fork_server=fork_server) as tree:
+async def open_tree(
+    logs: Path, hurry: asyncio.Event, plan: EnginePlan | None = None
+) -> AsyncIterator[ProcessTree]:
+    """Open a process tree whose services are forks of one process that has imported them, and
+    engines on a CPU forks of another one.
+
+    logs, hurry: as ProcessTree's. plan: of the engines, where there are any.
+    """
+    engine_forks = None if plan is None else open_engine_forks(plan, logs / "sglang.log")
+    with ForkServer(SERVICE_MODULES) as fork_server, engine_forks or nullcontext():
+        async with ProcessTree(
+            logs, hurry=hurry, fork_server=fork_server, engine_forks=engine_forks
+        ) as tree:
             yield tree
 
 

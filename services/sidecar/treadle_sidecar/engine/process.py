@@ -3,7 +3,8 @@
 `engine_command` is a pure function from an `EngineSpec` to the command line and the environment;
 the caller starts it (`treadle up`, the engine tests, or `python -m
 treadle_sidecar.engine.process`). The engine lives in a venv of its own (engine/install.sh), so this
-module imports nothing of it.
+module imports nothing of it. A caller that starts several engines on a CPU has them forked
+(`open_fork_server`, `EngineCommand.forked_arguments`).
 
 Invariants: an engine listens on loopback only; a CPU engine uses one thread a core and is pinned to
 its cores; no engine downloads a model.
@@ -19,9 +20,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from treadle_core.compiled import VNNI_FLAG, has_bf16, has_vnni
+
+if TYPE_CHECKING:
+    from treadle_runtime.fork_server import ForkServer
 
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -75,6 +79,16 @@ _REMOVED = (
     "PYTHONPATH",
     "PYTHONHOME",
 )
+SERVER = "sglang.launch_server"
+# All that an engine on a CPU imports until it serves: in processor seconds, five sixths of a start.
+WARM_MODULES = (
+    "sglang.srt.server_args",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.models.registry",
+    "treadle_sidecar.sglang_cpu.cpu_platform",
+    "treadle_sidecar.sglang_cpu.attention",
+    "treadle_sidecar.sglang_cpu.int8",
+)
 CPU_MEM_FRACTION = "0.2"  # of the machine's memory; the KV pool itself is bounded by kv_tokens
 
 
@@ -118,6 +132,11 @@ class EngineCommand(NamedTuple):
     argv: tuple[str, ...]
     env: dict[str, str]
 
+    @property
+    def forked_arguments(self) -> tuple[str, ...]:
+        """Return the arguments with which a fork server runs SERVER in place of `argv`."""
+        return self.argv[self.argv.index(SERVER) + 1 :]
+
 
 def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -> EngineCommand:
     """Return the command that starts `spec`'s engine, which inherits `environ` (default: this
@@ -136,7 +155,7 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
     argv = [
         *_pin(spec),
         str(spec.venv_python),
-        *("-m", "sglang.launch_server", "--model-path", spec.model_path),
+        *("-m", SERVER, "--model-path", spec.model_path),
         *("--host", ENGINE_HOST, "--port", str(spec.port)),
         *("--max-running-requests", str(spec.slots + SPARE_REQUESTS)),
         *("--random-seed", str(spec.seed)),
@@ -170,6 +189,15 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
     return EngineCommand(
         (*argv, *spec.extra_args), _environment(spec, os.environ if environ is None else environ)
     )
+
+
+def open_fork_server(venv_python: Path, output: int) -> "ForkServer":
+    """Return a fork server that imports SGLang in the engine's venv, and then starts engines on a
+    CPU. output: of the imports, which warn a lot; as `subprocess.Popen` takes it."""
+    from treadle_runtime.fork_server import ForkServer
+
+    env = _plain_environment(os.environ) | _cpu_environment(threads=1)
+    return ForkServer(WARM_MODULES, python=str(venv_python), env=env, output=output)
 
 
 def _pin(spec: EngineSpec) -> list[str]:
@@ -209,29 +237,38 @@ def _hicache_flags(cpu: bool, limit_gb: float) -> list[str]:
 
 
 def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]:
-    env = {**environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-    # Left over from a shell, these would change which platform or which folder the engine uses.
-    for name in _REMOVED:
-        env.pop(name, None)
+    env = _plain_environment(environ)
     if spec.otlp_endpoint:
         env.setdefault("SGLANG_TRACE_LEVEL", TRACE_LEVEL)
     if spec.hicache_dir is not None:
         env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(spec.hicache_dir.absolute())
         env["PYTHONPATH"] = str(STORAGE_BACKEND)
     if spec.cpu:
-        threads = str(len(spec.cores) if spec.cores else 1)
-        env |= dict.fromkeys(
-            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads
-        )
-        env |= {
-            "TREADLE_SGLANG_CPU": "1",
-            "SGLANG_PLATFORM": "treadle_cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        env |= _cpu_environment(len(spec.cores) if spec.cores else 1)
+    return env
+
+
+def _plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    env = {**environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    # Left over from a shell, these would change which platform or which folder the engine uses.
+    for name in _REMOVED:
+        env.pop(name, None)
+    return env
+
+
+def _cpu_environment(threads: int) -> dict[str, str]:
+    return {
+        **dict.fromkeys(
+            ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)
+        ),
+        "TREADLE_SGLANG_CPU": "1",
+        "SGLANG_PLATFORM": "treadle_cpu",
+        "CUDA_VISIBLE_DEVICES": "",
         # Without it the sampler is compiled with g++ at the first seeded token, for seconds, to no
         # gain at this size.
-        env |= {"TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return env
+        "TORCHDYNAMO_DISABLE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

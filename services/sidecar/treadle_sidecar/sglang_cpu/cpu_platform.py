@@ -16,8 +16,8 @@ calls once:
 - `murmur_hash32`: the hash behind seeded sampling; SGLang's CPU version lives in sgl_kernel.
 - `CpuAttention` (`attention.py`), under the name torch_native.
 
-And one figure: beside host pools SGLang keeps 10 GiB of memory free, more than a laptop has
-(`HOST_RESERVE_BYTES`).
+Its scheduler and detokenizer are forks of its server (`fork_workers`). And one figure: beside host
+pools SGLang keeps 10 GiB of memory free, more than a laptop has (`HOST_RESERVE_BYTES`).
 
 SGLang honours `sampling_seed` only with --enable-deterministic-inference, which requires a
 batch-invariant attention backend and Triton kernels. torch-native attention works sequence by
@@ -26,7 +26,10 @@ last bit between batch sizes. The seed's noise depends on the seed and the posit
 that is preempted and resumed draws what it would have drawn.
 """
 
+import multiprocessing
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +73,7 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+        fork_workers()  # they start later
 
     def get_quantization_config(self, quantization: str) -> Any:
         from treadle_sidecar.sglang_cpu.int8 import Int8Config
@@ -85,12 +89,33 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
 
         from treadle_sidecar.sglang_cpu.attention import CpuAttention
 
+        # A fork of a process that imported torch with another number of threads has that number.
+        if threads := os.environ.get("OMP_NUM_THREADS"):
+            torch.set_num_threads(int(threads))
         install_transfers()
         register_attention_backend("torch_native")(CpuAttention)
         base.HICACHE_HOST_MEMORY_RESERVE_BYTES = HOST_RESERVE_BYTES
         utils.get_native_hash = page_hash  # of the radix tree and the storage
         sampler.murmur_hash32 = murmur_hash32
         batch_invariant_ops.enable_batch_invariant_mode = lambda *_args, **_kwargs: None
+
+
+def fork_workers() -> None:
+    """Make SGLang start its scheduler and its detokenizer as forks of the server, where it chooses
+    new interpreters ("spawn").
+
+    The server has imported all that they need: ten processor seconds each. SGLang starts them
+    before it opens a socket or starts a thread. A fork is safe only from a process with one thread,
+    so a server that has more keeps SGLang's way: where it computes on several cores, numpy's
+    OpenBLAS has started threads.
+    """
+    set_start_method = multiprocessing.set_start_method
+
+    def set_fork(method: str | None, force: bool = False) -> None:
+        has_one_thread = len(list(Path("/proc/self/task").iterdir())) == 1
+        set_start_method("fork" if has_one_thread else method, force)
+
+    multiprocessing.set_start_method = set_fork
 
 
 def transfer_kv_direct(
