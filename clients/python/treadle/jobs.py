@@ -12,10 +12,9 @@ import asyncio
 
 import grpc
 
-from treadle.connection import Mesh, request_id
+from treadle.connection import Mesh, TrajectoryTrace, request_id
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.tracing import TrajectoryTrace
 from treadle.types import Policy, seconds
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"  # ErrorInfo.reason: the lease has run out
