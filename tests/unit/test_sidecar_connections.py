@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 from aiohttp import web
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork
 from treadle_sidecar.engine import client
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from treadle.common.v1.ticket_pb2 import Ticket
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.convert import engine_info

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from treadle_core.bookkeeping import Decision
-from treadle_core.ledger import LEDGER_PARTS, Ledger
+from treadle_core.model import LEDGER_PARTS, Ledger
+from treadle_core.state import Decision
 
 MEANINGS = {
     "held_s": "a step waited in the scheduler for room or an engine",

@@ -7,8 +7,8 @@ partition of the descending order under the cost model. Re-planning is calling `
 remaining work.
 
 Between engines with equal figures the plan is free which takes which group, so a group goes where
-most of its context is, which saves moves at no cost (`groups.keep_most`). Arrays in, arrays out:
-there is no object for a trajectory.
+most of its context is, which saves moves at no cost (`candidates.keep_most`). Arrays in, arrays
+out: there is no object for a trajectory.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from treadle_core.compiled import Flags, Floats, Indexes, lean
 from treadle_core.model import CostModel
 from treadle_core.placing import paths
 from treadle_core.placing.bound import lower_bound
-from treadle_core.placing.candidates import best_placement
+from treadle_core.placing.candidates import best_placement, keep_most
 from treadle_core.placing.costs import Costs, tabulate
-from treadle_core.placing.groups import keep_most, number_kinds
+from treadle_core.placing.paths import number_kinds
 from treadle_core.placing.question import (
     MOST_LOG_SIGMA,
     MOST_SECONDS,

@@ -12,10 +12,10 @@ from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_core import events as ev
-from treadle_core.bookkeeping import Decision, Step
-from treadle_core.ledger import LEDGER_PARTS, ClientTimes, Ledger, StepTimes
 from treadle_core.model import (
     DEFAULT_PREFILL_TOKENS_PER_S,
+    LEDGER_PARTS,
+    ClientTimes,
     DecodeCurve,
     EngineLoad,
     EngineRecord,
@@ -23,15 +23,18 @@ from treadle_core.model import (
     Estimate,
     JobUse,
     KvTransfer,
+    Ledger,
     Objective,
     Ordering,
     Outcome,
     PlacementRule,
     Policy,
+    StepTimes,
     TicketRecord,
     TrajectoryRecord,
     WeightsRecord,
 )
+from treadle_core.state import Decision, Step
 from treadle_runtime.fields import (
     at_most,
     duration,

@@ -16,8 +16,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.telemetry.v1 import facts_pb2
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.ledger import StepTimes
-from treadle_core.model import EngineSpec, Estimate, Prediction
+from treadle_core.model import EngineSpec, Estimate, Prediction, StepTimes
 from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import duration, number_of, seconds
 from treadle_runtime.identity.tenants import like

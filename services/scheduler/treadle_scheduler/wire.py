@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import structlog
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from treadle_core import compiled, refusals
+from treadle_core import compiled, planning, refusals
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
-from treadle_core.planning import snapshot
 from treadle_core.tuning import Tuning
 from treadle_runtime.errors import (
     AlreadyExists,
@@ -193,7 +192,7 @@ async def warm_up() -> None:
 
 def compile_kernels() -> None:
     """Run the kernels of re-planning once."""
-    snapshot.warm_up()
+    planning.warm_up()
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:

@@ -9,9 +9,8 @@ from typing import cast
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
-from treadle_core.engine_queue.curves import EngineWork, MeasuredCurve
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork, MeasuredCurve
 from treadle_core.engine_queue.preemptive_queue import QueuePolicy
-from treadle_core.engine_queue.progress import EngineProgress
 from treadle_core.model import DecodeCurve
 from treadle_runtime.fields import seconds, timestamp
 from treadle_runtime.idempotency import RequestRecords

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp.http import HttpProcessingError
 from opentelemetry import propagate
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork
 
 # For questions; a CPU engine answers between two forward passes, and a long prefill takes seconds.
 ANSWER_TIMEOUT_S = 10.0
