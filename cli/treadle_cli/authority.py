@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY, NATS_NAME
-from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
+from treadle_runtime.identity import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli.options import DEFAULT_DAYS
 from treadle_cli.problems import UsageProblem

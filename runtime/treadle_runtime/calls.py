@@ -44,8 +44,7 @@ from treadle_runtime.errors import (
     message_of,
     status_of,
 )
-from treadle_runtime.identity.callers import caller_of
-from treadle_runtime.identity.tenants import Border, TenantLimits
+from treadle_runtime.identity import Border, TenantLimits, caller_of
 from treadle_runtime.telemetry import BOUNDS_S, Metrics
 
 log = structlog.get_logger()

@@ -20,7 +20,7 @@ from treadle_cli.authority import Authority, Identity, identities, make_certific
 from treadle_cli.nats_rules import nats_config
 from treadle_runtime.bus import open_bus
 from treadle_runtime.errors import StartError
-from treadle_runtime.identity.callers import server_credentials
+from treadle_runtime.identity import server_credentials
 
 PATH, STREAM = "/test.Echo/Serial", "/test.Echo/Serials"
 TIMEOUT_S = 10.0
@@ -29,7 +29,7 @@ SERVER = """
 import asyncio, pathlib, sys
 import grpc.aio
 from treadle.certificates import Certificates
-from treadle_runtime.identity.callers import server_credentials
+from treadle_runtime.identity import server_credentials
 
 async def serve():
     server = grpc.aio.server()

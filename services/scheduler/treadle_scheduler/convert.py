@@ -41,6 +41,7 @@ from treadle_runtime.fields import (
     endpoint,
     finite,
     identifier,
+    minted,
     non_empty,
     non_negative,
     number_of,
@@ -52,7 +53,6 @@ from treadle_runtime.fields import (
     timestamp,
     value_of,
 )
-from treadle_runtime.identity.tenants import minted
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of
 # 128 characters.

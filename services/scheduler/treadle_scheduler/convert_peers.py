@@ -18,8 +18,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import EngineSpec, Estimate, Prediction, StepTimes
 from treadle_runtime.facts import make_fact
-from treadle_runtime.fields import duration, number_of, seconds
-from treadle_runtime.identity.tenants import like
+from treadle_runtime.fields import duration, like, number_of, seconds
 
 from treadle_scheduler.convert import (
     IDENTITY,

@@ -7,11 +7,9 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.fields import duration, identifier, optional_identifier, page_of
+from treadle_runtime.fields import duration, identifier, optional_identifier, owner_of, page_of
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.identity.callers import tenant_of
-from treadle_runtime.identity.seals import Sealer
-from treadle_runtime.identity.tenants import owner_of
+from treadle_runtime.identity import Sealer, tenant_of
 
 from treadle_scheduler import convert
 from treadle_scheduler.config import SchedulerSettings

@@ -28,7 +28,7 @@ from treadle_runtime.errors import (
     Unavailable,
 )
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.identity.seals import Sealer
+from treadle_runtime.identity import Sealer
 from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings

@@ -25,8 +25,7 @@ from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from treadle_runtime.fields import duration
-from treadle_runtime.identity.tenants import like
+from treadle_runtime.fields import duration, like
 
 from treadle_sidecar import convert
 from treadle_sidecar.engine.client import EngineClient

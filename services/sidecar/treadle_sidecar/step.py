@@ -21,8 +21,7 @@ from typing import Any, Literal, TypeAlias
 from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, VersionSpan
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError
-from treadle_runtime.fields import duration, require, timestamp
-from treadle_runtime.identity.tenants import like, owner_of
+from treadle_runtime.fields import duration, like, owner_of, require, timestamp
 
 from treadle_sidecar.engine.client import EngineChunk, EngineClient, EngineRequest
 from treadle_sidecar.engine.watch import EngineProfile

@@ -14,7 +14,7 @@ from treadle_core.engine_queue.preemptive_queue import QueuePolicy
 from treadle_core.model import DecodeCurve
 from treadle_runtime.fields import seconds, timestamp
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.identity.seals import SealCheck
+from treadle_runtime.identity import SealCheck
 from treadle_runtime.server import Runtime, Wiring
 from treadle_runtime.telemetry import Metrics
 

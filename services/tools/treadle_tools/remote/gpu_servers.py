@@ -19,7 +19,8 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import kv_key
 from treadle_runtime.errors import Unavailable
 
 from treadle_tools.remote.declarations import Server
