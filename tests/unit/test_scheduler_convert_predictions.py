@@ -9,7 +9,7 @@ from treadle.predictor.v1 import predictor_pb2
 from treadle_core.actions import AnnounceClosed, AnnouncePredicted, AskPrediction
 from treadle_core.model import Estimate
 from treadle_placement.convert import columns_of
-from treadle_scheduler.convert_peers import (
+from treadle_scheduler.convert import (
     fact_of,
     plan_arrived,
     plan_request,

@@ -25,8 +25,8 @@ from treadle_sidecar.engine.process import (
     main,
 )
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
-from treadle_sidecar.prefixes import Contexts, Prefixes
-from treadle_sidecar.runner import WINDOW_S, LoadMeter
+from treadle_sidecar.prefixes import Prefixes
+from treadle_sidecar.runner import WINDOW_S, Contexts, LoadMeter
 from treadle_sidecar.servicer import TicketBook
 from treadle_sidecar.storage_keys import StoredPages, page_keys
 

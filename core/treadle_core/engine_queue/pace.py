@@ -171,15 +171,20 @@ class EngineWork:
 class MeasuredCurve:
     """Measured curve of one engine. `declared` is None until enough is known; it changes only where
     the engine takes other seconds for its present work, by more than DRIFT, so that callers may act
-    on each change."""
+    on each change. given: a curve that the engine's settings declare, which counts instead."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: DecodeCurve | None = None) -> None:
         self.declared: DecodeCurve | None = None
+        self._given = given
         # By kind, so that what the engine does all day does not displace what it does rarely.
         self._cells: Cells = OrderedDict()
         self._recent: deque[Window] = deque(maxlen=RECENT_WINDOWS)
         self._taken = 0
         self._fitted = 0
+
+    def known(self) -> DecodeCurve | None:
+        """Return the given curve, else the measured one; None while neither is known."""
+        return self._given or self.declared
 
     def take(self, window: Window) -> None:
         """Note a window of the engine's work."""

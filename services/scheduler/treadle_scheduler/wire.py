@@ -32,7 +32,7 @@ from treadle_runtime.identity import Sealer
 from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS
+from treadle_scheduler.convert import SUBSCRIBED_KINDS
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, StepHeld, Store, steady_clock
 from treadle_scheduler.lease import Lease, NotLeader
 from treadle_scheduler.metrics import Metrics, Traces

@@ -263,7 +263,7 @@ class RunningStep:
             False  # a stop string across a cut: what the engine samples beyond it is dropped
         )
         self.waiting_since = now
-        # of the context of the next attempt, as `prefixes.hash_blocks` has them
+        # of the context of the next attempt, as `runner.hash_blocks` has them
         self.blocks: list[int] = []
         self._error: TreadleError | None = None
         self._wake = asyncio.Event()
