@@ -56,13 +56,11 @@ A = TypeVar("A")
 # SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with
 # logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+# Options of every channel of the mesh, also of its services.
+RECOVERING: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # the default of 120 s would miss a restarted scheduler for minutes
+    # A peer that restarts is back within a second; the default of 120 s would miss it for minutes.
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15
     # s. Treadle's servers allow them this often. The last two: by default gRPC waits for a minute
     # for the answer to a ping that measures the link, and sends no other meanwhile; and a stream
@@ -71,6 +69,12 @@ _OPTIONS: Options = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+)
+_OPTIONS: Options = (
+    *RECOVERING,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # Two clients of one process, or of one test, never share a connection and so never each other's
     # backoff.
     ("grpc.use_local_subchannel_pool", 1),

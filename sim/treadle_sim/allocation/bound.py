@@ -24,8 +24,8 @@ assignment, contiguous or not, to rounding. It is the larger of two:
 import numpy as np
 from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel
-from treadle_core.placing.bound import costliest_alone
 from treadle_core.placing.costs import Table, group_cost
+from treadle_core.placing.placement import costliest_alone
 from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
 from treadle_sim.allocation.search import far
