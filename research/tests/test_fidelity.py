@@ -33,6 +33,7 @@ from treadle_bench.fidelity.stage import (
     delay_prefills,
     engine_models,
     find_pass_s,
+    live_policy,
     short_turns,
     simulate_play,
     slow_down,

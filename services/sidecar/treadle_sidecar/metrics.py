@@ -3,8 +3,11 @@
 from collections.abc import Callable
 
 from treadle.engine.v1 import engine_pb2
+from treadle.types import words_of
 from treadle_runtime.fields import seconds
 from treadle_runtime.telemetry import Metrics
+
+REASONS = words_of(engine_pb2.FinishReason)
 
 
 def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
@@ -41,14 +44,7 @@ def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
         step_s(max(0.0, seconds(timing.queue) - waits_s), {"part": "queue"})
         for part in ("prefill", "decode", "preempted", "weights"):
             step_s(seconds(getattr(timing, part)), {"part": part})
-        steps(
-            1,
-            {
-                "reason": engine_pb2.FinishReason.Name(finished.reason)
-                .removeprefix("FINISH_REASON_")
-                .lower()
-            },
-        )
+        steps(1, {"reason": REASONS[finished.reason]})
         tokens(sum(span.end_token - span.start_token for span in finished.version_spans))
         cached(finished.cached_tokens)
         preemptions(finished.preemptions)
