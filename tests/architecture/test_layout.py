@@ -25,14 +25,14 @@ MOST_MODULES_OF = {
     "services/gateway": 22,
     "services/migrator": 9,
     "services/placement": 6,
-    "services/predictor": 12,
+    "services/predictor": 13,
     "services/rollout": 11,
     "services/scheduler": 11,
     "services/sidecar": 26,
     "services/tools": 54,
     "sim": 23,
 }
-MOST_MODULES = 416
+MOST_MODULES = 417
 MOST_MODULES_A_FOLDER = (
     15  # `__init__` counted; above, a folder wants subfolders with names that say a question
 )

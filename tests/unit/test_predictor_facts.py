@@ -18,8 +18,9 @@ from treadle_learned.moments import FEATURES
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor import facts as module
 from treadle_predictor.convert import learn
-from treadle_predictor.facts import Learner, Recordings, make_question
+from treadle_predictor.facts import Learner, Recordings
 from treadle_predictor.history import HistoryStore, decode, encode
+from treadle_predictor.question import make_question
 from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import duration
 

@@ -22,8 +22,9 @@ from treadle_learned.moments import FEATURES, Moment, replay
 from treadle_learned.reading import Read, windows
 from treadle_learned.transcript import Transcript, Turn
 from treadle_predictor.convert import learn
-from treadle_predictor.facts import Question, Recordings, make_question
+from treadle_predictor.facts import Recordings
 from treadle_predictor.model import READING_BYTES, LearnedModel, Readings
+from treadle_predictor.question import Question, make_question
 
 MUCH = 1 << 30
 

@@ -13,8 +13,8 @@ from support.conditions import until
 from treadle_core.model import Estimate
 from treadle_core.ranking.estimator import Forecast, Progress, Source
 from treadle_learned.moments import FEATURES
-from treadle_predictor.facts import Question
 from treadle_predictor.model import LearnedModel
+from treadle_predictor.question import Question
 from treadle_predictor.worker import Worker
 
 LONG_S = 20.0

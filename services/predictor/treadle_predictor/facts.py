@@ -1,7 +1,7 @@
-"""Learn from facts, record running trajectories for the learned model, and build its input.
+"""Learn from facts, and record running trajectories for the learned model.
 
-A recording becomes the input of the model (`Question`) and, once its trajectory has ended, a sample
-to train it on.
+A recording becomes the input of the model and, once its trajectory has ended, a sample to train it
+on.
 
 Invariants: a recording that misses a step is not `whole` and is neither read nor trained on; a fact
 that comes twice changes nothing. The number of recordings is bounded; those without a fact for
@@ -24,9 +24,7 @@ from treadle.telemetry.v1.facts_pb2 import (
     TrajectoryClosed,
     TrajectoryOpened,
 )
-from treadle_core.ranking.estimator import Forecast, Progress
-from treadle_core.ranking.evidence import Evidence
-from treadle_learned.moments import Steps, Vector, features_of
+from treadle_learned.moments import Steps
 from treadle_learned.transcript import Transcript, Turn, version_number
 from treadle_runtime.fields import seconds
 
@@ -241,31 +239,3 @@ class Recordings:
 
     def _decode(self, tokens: TokenIds) -> str:
         return self.decode(array("i", tokens.int32_le).tolist()) if tokens.int32_le else ""
-
-
-@dataclass(frozen=True)
-class Question:
-    """Input of the learned model at the end of a step: the same features and texts as in
-    training."""
-
-    progress: Progress
-    features: Vector
-    prompt: str
-    """Text of the prompt; empty where it is not known."""
-
-    turns: tuple[Turn, ...]
-    """The finished turns with their texts; the tool of the last one still runs."""
-
-
-def make_question(
-    progress: Progress, recording: Recording, forecast: Forecast, evidence: Evidence, prompt: str
-) -> Question | None:
-    """Return the question about a trajectory; None where its group is not known.
-
-    forecast: what the estimators without a model forecast. prompt: the text, where the recording
-    has none.
-    """
-    features = features_of(progress, recording.steps, evidence, forecast, recording.weight_version)
-    if features is None:
-        return None
-    return Question(progress, features, recording.prompt or prompt, tuple(recording.turns))

@@ -27,8 +27,9 @@ from treadle_learned.transcript import Turn, write_transcripts
 from treadle_runtime.errors import StartError
 
 from treadle_predictor.config import PredictorSettings
-from treadle_predictor.facts import Question, Recordings
+from treadle_predictor.facts import Recordings
 from treadle_predictor.model import LearnedModel
+from treadle_predictor.question import Question
 from treadle_predictor.worker import Worker
 
 log = structlog.get_logger()

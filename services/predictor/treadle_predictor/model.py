@@ -18,7 +18,7 @@ from treadle_learned.backbone import Backbone, read_together
 from treadle_learned.checkpoint import Checkpoint
 from treadle_learned.reading import Bounds, Ids, Read, Reader, shared_prefix
 
-from treadle_predictor.facts import Question
+from treadle_predictor.question import Question
 
 READING_BYTES = 16_384  # bytes of a trajectory beside keys and values: ids, texts, objects
 LEAST_SHARED = 16  # ids that another trajectory must begin with for a copy to be worth it

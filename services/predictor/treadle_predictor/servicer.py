@@ -16,8 +16,9 @@ from treadle_runtime.fields import number_of, require
 from treadle_runtime.telemetry import SCOPE
 
 from treadle_predictor.convert import context_of, prediction_of, progress_of
-from treadle_predictor.facts import Learner, make_question
+from treadle_predictor.facts import Learner
 from treadle_predictor.metrics import Meters
+from treadle_predictor.question import make_question
 
 if TYPE_CHECKING:  # a service without a learned model needs no torch
     from treadle_predictor.learned import LearnedPart

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 from treadle_core.ranking.estimator import Forecast
 
-from treadle_predictor.facts import Question
+from treadle_predictor.question import Question
 
 if TYPE_CHECKING:  # it needs torch
     from treadle_predictor.model import LearnedModel
