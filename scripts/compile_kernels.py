@@ -33,11 +33,7 @@ from typing import Any
 
 from llvmlite import ir
 
-WARM_UPS = (
-    "treadle_scheduler.wire",
-    "treadle_placement.wire",
-    "treadle_tools.resources",
-)
+WARM_UPS = ("treadle_scheduler.wire", "treadle_placement.wire", "treadle_tools.resources")
 READ_ARRAY = r"""
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <Python.h>

@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 from treadle.certificates import AUTHORITY, CERTIFICATE, FOLDER_VARIABLE, KEY, NATS_NAME
 from treadle_runtime.facts import STREAM, SUBJECT_ROOT
-from treadle_runtime.identity.callers import OF_TENANTS, SCHEME, caller_in
+from treadle_runtime.identity import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli import exits
 from treadle_cli.exits import UsageProblem

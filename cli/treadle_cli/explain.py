@@ -23,16 +23,17 @@ from treadle.engine.v1 import engine_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import seconds, words_of
-from treadle_core.bookkeeping import Decision
 from treadle_core.controller import Controller
-from treadle_core.ledger import LEDGER_PARTS, Ledger
 from treadle_core.model import (
     DEFAULT_PREFILL_TOKENS_PER_S,
+    LEDGER_PARTS,
     DecodeCurve,
+    Ledger,
     Ordering,
     PlacementRule,
     Policy,
 )
+from treadle_core.state import Decision
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve

@@ -5,13 +5,13 @@
 - All others are done in the background as far as possible: a failure is logged, and becomes an
   event at most (PlanArrived without engines, MoveEnded). A driver without the service that an
   action needs drops it the same way.
-- A `Note` is for the controller's own books (`bookkeeping`). No driver gets one.
+- A `Note` is for the controller's own books (`state.Books`). No driver gets one.
 """
 
 from dataclasses import dataclass
 
-from treadle_core.ledger import Cause
 from treadle_core.model import (
+    Cause,
     CostModel,
     EngineRecord,
     EngineSpec,
@@ -246,7 +246,7 @@ class Note(Action):
 @dataclass(slots=True)
 class Decided(Note):
     """Keep a decision about a trajectory, and its reason. The fields are those of
-    `bookkeeping.Decision`."""
+    `state.Decision`."""
 
     trajectory_id: str
     kind: str

@@ -13,20 +13,19 @@ from typing import Any
 
 from treadle_core import events as ev
 from treadle_core.actions import Action, SavePolicy
-from treadle_core.bookkeeping import Decision, Step
-from treadle_core.ledger import Ledger
 from treadle_core.model import (
     EngineRecord,
     JobRecord,
     JobUse,
+    Ledger,
     Policy,
     TrajectoryRecord,
     WeightsRecord,
 )
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.refusals import NoEngine
-from treadle_core.steps import admission, leases, lifecycle, moves, reports, tickets, weights
-from treadle_core.steps.state import State
+from treadle_core.state import Decision, State, Step
+from treadle_core.steps import admission, leases, lifecycle, moves, tickets, weights
 from treadle_core.tuning import Tuning
 
 
@@ -65,12 +64,12 @@ HANDLERS: Mapping[type[ev.Event], Callable[[State, Any, float], list[Action]]] =
     ev.ClosedAnnounced: lifecycle.confirm_announcement,
     ev.GroupSettled: lifecycle.end_group,
     ev.StepRequested: admission.request_step,
-    ev.StepPreempted: reports.note_preemption,
-    ev.StepFinished: reports.finish_step,
-    ev.StepUnknown: reports.lose_step,
-    ev.ToolStarted: reports.start_tool,
-    ev.ToolFinished: reports.finish_tool,
-    ev.PredictionArrived: reports.take_prediction,
+    ev.StepPreempted: tickets.note_preemption,
+    ev.StepFinished: tickets.finish_step,
+    ev.StepUnknown: tickets.lose_step,
+    ev.ToolStarted: moves.start_tool,
+    ev.ToolFinished: moves.finish_tool,
+    ev.PredictionArrived: moves.take_prediction,
     ev.PlanArrived: moves.take_plan,
     ev.MoveAccepted: moves.accept_move,
     ev.MoveEnded: moves.end_move,

@@ -10,8 +10,17 @@ that is gone is ignored.
 from dataclasses import dataclass
 
 from treadle_core.compiled import Indexes
-from treadle_core.ledger import NO_TIMES, ClientTimes, StepTimes
-from treadle_core.model import DecodeCurve, EngineLoad, EngineSpec, Outcome, Policy, Prediction
+from treadle_core.model import (
+    NO_TIMES,
+    ClientTimes,
+    DecodeCurve,
+    EngineLoad,
+    EngineSpec,
+    Outcome,
+    Policy,
+    Prediction,
+    StepTimes,
+)
 
 
 class Event:

@@ -1,5 +1,4 @@
-"""Open a JetStream bucket, name its keys, read it whole, purge its deleted keys, reserve its
-storage."""
+"""Open a JetStream bucket, read it whole, purge its deleted keys, reserve its storage."""
 
 import asyncio
 import time
@@ -15,7 +14,6 @@ from nats.js.api import (
     ConsumerConfig,
     DeliverPolicy,
     DiscardPolicy,
-    Header,
     KeyValueConfig,
     StorageType,
 )
@@ -27,9 +25,6 @@ R = TypeVar("R")
 
 # err_codes of JetStream: the key is not at the revision that a write expects
 WRONG_LAST_SEQUENCE = frozenset({10071, 10164})
-# The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
-# is not the message's own.
-EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 BATCH = 256  # messages of one request when a bucket is read; values are a few KB
 BATCH_TIMEOUT_S = 5.0  # timeout of one such request
 CONSUMER_KEPT_S = 30.0  # the server forgets the reader of a bucket this long after its last request
@@ -39,22 +34,6 @@ NO_STORAGE, NO_CLUSTER, NO_PEERS = 10047, 10074, 10005
 PEERS_TIMEOUT_S, PEERS_PAUSE_S = 20.0, 0.2  # for the servers of a cluster to see each other
 MOST_READS = 3  # times that a bucket is read when the connection loses messages
 ASKED_FOR_S = 30.0  # how long a request is repeated: the server's disk or cores may be busy
-
-_KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
-
-
-def kv_key(*parts: str) -> str:
-    """Return a valid key of a bucket made of any strings; distinct parts give distinct keys, joined
-    by dots."""
-    return ".".join(
-        part
-        if _KEY_CHARS.issuperset(part)
-        else "".join(
-            char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode())
-            for char in part
-        )
-        for part in parts
-    )
 
 
 async def until_answered(ask: Callable[[], Awaitable[R]]) -> R:
@@ -219,15 +198,6 @@ async def reserve(what: str, replicas: int | None, ask: Callable[[], Awaitable[o
             raise StartError(
                 f"JetStream cannot reserve {what} ({error.description}): {cure}"
             ) from error
-
-
-def fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:
-    """Return the headers with which JetStream refuses a write unless the key is at this
-    revision."""
-    return {
-        Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
-        EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
-    }
 
 
 def is_refusal(error: Exception) -> bool:

@@ -24,13 +24,13 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import PubAck
+from nats.js.api import Header, PubAck
 from nats.js.kv import KV_DEL, KV_OP, KeyValue
 from opentelemetry import propagate, trace
 from treadle.certificates import NATS_NAME, Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
-from treadle_runtime.buckets import NO_CLUSTER, fence_of, open_bucket, reserve, until_answered
+from treadle_runtime.buckets import NO_CLUSTER, open_bucket, reserve, until_answered
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import (
@@ -60,6 +60,11 @@ ENSURE_INTERVAL_S = (
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
 CLOSE_TIMEOUT_S = 1.0  # how long to wait until a connection is closed
 
+# The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
+# is not the message's own.
+EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
+_KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
+
 R = TypeVar("R")
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
 
@@ -85,6 +90,20 @@ class _JetStream(JetStreamContext):
             await super()._handle_async_reply(msg)
         except nats.js.errors.APIError as error:
             self._publish_async_futures[msg.subject.rpartition(".")[2]].set_exception(error)
+
+
+def kv_key(*parts: str) -> str:
+    """Return a valid key of a bucket made of any strings; distinct parts give distinct keys, joined
+    by dots."""
+    return ".".join(
+        part
+        if _KEY_CHARS.issuperset(part)
+        else "".join(
+            char if char in _KEY_CHARS else "".join(f"={byte:02X}" for byte in char.encode())
+            for char in part
+        )
+        for part in parts
+    )
 
 
 class Bus:
@@ -210,7 +229,7 @@ class Bus:
         fence: a key of the bucket and its revision. Each value is then written only while that key
         is at this revision; see `buckets.is_refusal`. NATS 2.11 or newer.
         """
-        fenced = {} if fence is None else fence_of(bucket, *fence)
+        fenced = {} if fence is None else _fence_of(bucket, *fence)
         messages = [
             (
                 f"$KV.{bucket}.{key}",
@@ -231,7 +250,7 @@ class Bus:
         revision. Raises nats.errors.Error; `buckets.is_refusal` is true of it if the revision is
         another."""
         (result,) = await self._send_all(
-            [(f"$KV.{bucket}.{key}", value, fence_of(bucket, key, revision))]
+            [(f"$KV.{bucket}.{key}", value, _fence_of(bucket, key, revision))]
         )
         if isinstance(result, Exception):
             raise result
@@ -516,3 +535,12 @@ def _outcome(result: asyncio.Future[PubAck] | Exception) -> PubAck | Exception:
     if result.cancelled():
         return nats.errors.TimeoutError()
     return cast(Exception | None, result.exception()) or result.result()
+
+
+def _fence_of(bucket: str, key: str, revision: int) -> dict[str, str]:
+    """Return the headers with which JetStream refuses a write unless the key is at this
+    revision."""
+    return {
+        Header.EXPECTED_LAST_SUBJECT_SEQUENCE.value: str(revision),
+        EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT: f"$KV.{bucket}.{key}",
+    }

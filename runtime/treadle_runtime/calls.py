@@ -29,7 +29,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from opentelemetry import trace
 from treadle.certificates import Certificates, Options, open_channel
-from treadle.connection import FOLLOWING, follow, merge_options
+from treadle.connection import FOLLOWING, RECOVERING, follow, merge_options
 from treadle.errors import error_from
 
 from treadle_runtime.errors import (
@@ -44,8 +44,7 @@ from treadle_runtime.errors import (
     message_of,
     status_of,
 )
-from treadle_runtime.identity.callers import caller_of
-from treadle_runtime.identity.tenants import Border, TenantLimits
+from treadle_runtime.identity import Border, TenantLimits, caller_of
 from treadle_runtime.telemetry import BOUNDS_S, Metrics
 
 log = structlog.get_logger()
@@ -61,15 +60,7 @@ SPAN_FIELDS = ("trajectory_id", "rollout_id", "engine_id", "ticket_id", "migrati
 # from common tools.
 _FOREIGN = "/grpc."
 
-# A peer that restarts is back within a second; the default backoff of gRPC (up to two minutes)
-# would outwait it.
-FIRST_RECONNECT_BACKOFF_MS = 100
-LONGEST_RECONNECT_BACKOFF_MS = 1000
-# A machine that vanished sends no reset: pings detect that within KEEPALIVE_MS +
-# KEEPALIVE_TIMEOUT_MS. By default a ping that gRPC sends to measure the link is waited for for a
-# minute, and a stream that only reads may ping once a minute.
-KEEPALIVE_MS = 10_000
-KEEPALIVE_TIMEOUT_MS = 5_000
+CONNECT_MS = 1_000  # how long one attempt to connect may take
 SHORTEST_TIMEOUT_S = (
     0.001  # gRPC ends a call with timeout 0 before it is made, with a less clear error
 )
@@ -197,13 +188,8 @@ class Channels:
         self._certificates = certificates
         self._options: Options = (
             ("grpc.max_receive_message_length", receive_limit_bytes),
-            ("grpc.initial_reconnect_backoff_ms", FIRST_RECONNECT_BACKOFF_MS),
-            ("grpc.min_reconnect_backoff_ms", LONGEST_RECONNECT_BACKOFF_MS),
-            ("grpc.max_reconnect_backoff_ms", LONGEST_RECONNECT_BACKOFF_MS),
-            ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-            ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-            ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.min_reconnect_backoff_ms", CONNECT_MS),
+            *RECOVERING,
         )
         self._interceptors = [*telemetry, UnaryDeadlines(), StreamDeadlines()]
         self._open: dict[tuple[str, str, Options], grpc.aio.Channel] = {}

@@ -1,13 +1,14 @@
-"""Check the fields of a request, convert times and enums between messages and code, and cut lists
-into pages.
+"""Check the fields of a request, convert times and enums between messages and code, make names of a
+tenant, and cut lists into pages.
 
 Each check returns the value, or raises InvalidArgument naming the field. Messages carry Duration
 and Timestamp; code counts in float seconds. Both directions are exact to the nanosecond as far as a
 float is. An enum of the code and one of protobuf give their values the same names, behind a prefix
-in protobuf.
+in protobuf. A name of a tenant is `TENANT::name`, so that the name alone shows its owner.
 """
 
 import enum
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -32,6 +33,8 @@ _IDENTIFIER = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 Number = TypeVar("Number", int, float)
 Item = TypeVar("Item")
 Place = tuple[float, str]  # an item's creation, Unix seconds, and its id
+
+TENANT_MARK = "::"  # a name that belongs to a tenant begins with the tenant's and this
 
 DEFAULT_PAGE = 100
 LARGEST_PAGE = 1000
@@ -94,6 +97,24 @@ def identifier(field: str, value: str) -> str:
     valid = _IDENTIFIER.fullmatch(value)
     require(valid, field, f"must be 1 to 128 characters of A-Z a-z 0-9 _ . : -, is {value[:64]!r}")
     return value
+
+
+def owner_of(name: str) -> str:
+    """Return the tenant that owns what has this name; empty: none."""
+    owner, mark, _ = name.partition(TENANT_MARK)
+    return owner if mark else ""
+
+
+def like(name: str, value: str) -> str:
+    """Return `value` as a name of the tenant that `name` belongs to."""
+    owner = owner_of(name)
+    return f"{owner}{TENANT_MARK}{value}" if owner else value
+
+
+def minted(kind: str, request_id: str) -> str:
+    """Return the id `KIND-...` of what a request makes: the same for each repeat, and of the tenant
+    that sent it."""
+    return like(request_id, f"{kind}-{hashlib.sha256(request_id.encode()).hexdigest()[:20]}")
 
 
 def duration(seconds: float) -> Duration:

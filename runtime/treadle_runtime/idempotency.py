@@ -22,8 +22,8 @@ import structlog
 from google.protobuf.message import Message
 from nats.js.kv import KeyValue
 
-from treadle_runtime.buckets import entries_of, kv_key
-from treadle_runtime.bus import Bus
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import Bus, kv_key
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.fields import identifier
 

@@ -42,8 +42,7 @@ from treadle_runtime.calls import CallTimes, Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.identity.callers import server_credentials
-from treadle_runtime.identity.tenants import TenantLimits
+from treadle_runtime.identity import TenantLimits, server_credentials
 from treadle_runtime.telemetry import Metrics, Tracing, configure_logging, configure_tracing
 
 log = structlog.get_logger()

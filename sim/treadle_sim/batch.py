@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from treadle_core.ledger import StepTimes
+from treadle_core.model import StepTimes
 
 from treadle_sim.engine_model import EngineModel, Speculation
 

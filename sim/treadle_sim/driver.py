@@ -14,7 +14,7 @@ from treadle_core import actions, events
 from treadle_core.controller import Controller
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, Prediction, TicketRecord
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 

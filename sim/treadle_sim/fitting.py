@@ -17,7 +17,7 @@ from typing import Annotated, Any, Self
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-from treadle_core.engine_queue.curves import non_negative_least_squares
+from treadle_core.engine_queue.pace import non_negative_least_squares
 
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.workloads.workload import Count, FiniteNumber, Name, PositiveCount, describe_first

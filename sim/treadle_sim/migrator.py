@@ -2,7 +2,7 @@
 change of the owner.
 
 An engine takes part in one transfer at a time, and the longest trajectory goes first (Heddle §5.3);
-the order comes from `treadle_core.steps.transfers`, as in the migrator service. Only this class
+the order comes from `treadle_core.transfers`, as in the migrator service. Only this class
 takes KV from one engine to another.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from treadle_core.actions import CancelMigration, StartMigration
 from treadle_core.events import Event, MoveAccepted, MoveEnded, SwitchRequested
 from treadle_core.refusals import Refusal
-from treadle_core.steps.transfers import Transfer, moves_by_storage, next_transfers
+from treadle_core.transfers import Transfer, moves_by_storage, next_transfers
 
 from treadle_sim.cluster import Link, Timeline, engine_index
 from treadle_sim.engine import SimEngine

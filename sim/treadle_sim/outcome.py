@@ -4,7 +4,7 @@ whole rollout."""
 from dataclasses import dataclass, field
 
 import numpy as np
-from treadle_core.ledger import NO_TIMES, ClientTimes, Ledger, StepTimes
+from treadle_core.model import NO_TIMES, ClientTimes, Ledger, StepTimes
 
 from treadle_sim.batch import EngineStep
 from treadle_sim.workloads.workload import Step, TrajectoryWork

@@ -25,8 +25,7 @@ from treadle_core.model import (
     TrajectoryRecord,
 )
 from treadle_core.placing.question import PlanWork
-from treadle_core.planning.plans import Planner, PlanTiming
-from treadle_core.planning.snapshot import Snapshot
+from treadle_core.planning import Planner, PlanTiming, Snapshot
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.tables.engines import EngineTable, carries_tags
 from treadle_core.tables.trajectories import TrajectoryTable

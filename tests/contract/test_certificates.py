@@ -19,7 +19,7 @@ from treadle.certificates import Certificates, open_channel
 from treadle_cli.certs import Authority, Identity, identities, make_certificates, nats_config
 from treadle_runtime.bus import open_bus
 from treadle_runtime.errors import StartError
-from treadle_runtime.identity.callers import server_credentials
+from treadle_runtime.identity import server_credentials
 
 PATH, STREAM = "/test.Echo/Serial", "/test.Echo/Serials"
 TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ SERVER = """
 import asyncio, pathlib, sys
 import grpc.aio
 from treadle.certificates import Certificates
-from treadle_runtime.identity.callers import server_credentials
+from treadle_runtime.identity import server_credentials
 
 async def serve():
     server = grpc.aio.server()

@@ -27,7 +27,7 @@ STALL_S = 1.0
 
 @pytest.fixture(autouse=True)
 def _impatient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treadle_core.engine_queue.progress.IDLE_PROBE_S", 0.5)
+    monkeypatch.setattr("treadle_core.engine_queue.pace.IDLE_PROBE_S", 0.5)
 
 
 @pytest.fixture

@@ -31,8 +31,7 @@ from support.rpc import error_of
 from support.sidecar_in_process import CALL_S, Sidecar, sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
 from treadle.engine.v1 import engine_pb2 as pb
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork
 from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
 from treadle_sidecar.engine.watch import EngineNotes, read_profile
 

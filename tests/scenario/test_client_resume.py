@@ -11,7 +11,7 @@ from support.conditions import until
 from support.fake_engine import Script, logprob_at, token_at
 from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, generate, one_trajectory
-from treadle.steps.generation import MAX_FRUITLESS_LOSSES
+from treadle.generation import MAX_FRUITLESS_LOSSES
 
 PROMPT = [5, 6, 7, 8]
 COUNT = 12

@@ -26,7 +26,7 @@ from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
 from treadle_cli.certs import Authority, Identity, make_certificates
-from treadle_runtime.identity.callers import KINDS, may_call
+from treadle_runtime.identity import KINDS, may_call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DENIED, UNKNOWN, AWAY = (

@@ -17,8 +17,8 @@ from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
 from treadle_runtime.server import serving
 
-MOST_FILES_TO_TICKET = 26
-MOST_FILES = 60
+MOST_FILES_TO_TICKET = 23
+MOST_FILES = 45
 PLAYS = 4
 # A pause before each play: by then a plan is due at once, and what the play before has changed is
 # stored.

@@ -22,7 +22,7 @@ from treadle_core.model import (
     TicketRecord,
     TrajectoryRecord,
 )
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.tuning import Tuning
 
 A = TypeVar("A")

@@ -35,8 +35,7 @@ from treadle.tools.v1 import rewards_pb2 as rewards
 from treadle.tools.v1 import tools_pb2 as tools
 from treadle_core.model import INCOMPLETE
 from treadle_runtime.errors import PermissionDenied
-from treadle_runtime.identity.seals import Sealer
-from treadle_runtime.identity.tenants import owned_names
+from treadle_runtime.identity import Sealer, owned_names
 
 TENANT, OTHER = "beta", "acme"  # who sends hostile requests, and whose data it must not see
 SECRET = "secret-of-acme"  # in all that acme has; nobody else ever sends it

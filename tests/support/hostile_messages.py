@@ -12,7 +12,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
-from treadle_runtime.identity.callers import may_call
+from treadle_runtime.identity import may_call
 
 MOST_ITEMS = 3  # of a repeated field
 OF_16 = (0, 1, 1, 2, 4, 16)  # how many of 16 fields of a message are hostile

@@ -9,9 +9,9 @@ import treadle_core
 from support.placements import columns
 from support.simulated import engine, play, trajectory
 from treadle.placement.v1 import placement_pb2 as pb
+from treadle_core import planning
 from treadle_core.compiled import kernel_of
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.planning import snapshot
 from treadle_core.tools.action import (
     CPU_CORES,
     GPUS,
@@ -40,7 +40,7 @@ Signatures = set[tuple[str, str]]
 
 def compiled_after_scheduler() -> Signatures:
     """By a rollout whose trajectories wait, start and move, after the scheduler's warm-up."""
-    snapshot.warm_up()
+    planning.warm_up()
     before = _signatures()
     works = [
         trajectory(number // 4, [(20 * number, 50, 1.0)] * (1 + number % 5))

@@ -12,7 +12,7 @@ from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.controller import Controller
 from treadle_core.model import Policy, TicketRecord
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.tuning import Tuning
 from treadle_runtime.bus import Bus
 from treadle_scheduler.config import SchedulerSettings

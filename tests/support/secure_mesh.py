@@ -24,7 +24,7 @@ from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_cli.certs import make_certificates
 from treadle_cli.mesh.processes import ProcessTree
 from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses
-from treadle_runtime.identity.seals import Sealer
+from treadle_runtime.identity import Sealer
 from treadle_scheduler.driver import POLICY_KEY, MeshRecord, decode
 from treadle_scheduler.lease import BUCKET
 

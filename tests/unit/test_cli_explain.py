@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from treadle_cli.app import app
-from treadle_core.ledger import LEDGER_PARTS
+from treadle_core.model import LEDGER_PARTS
 from treadle_sim.workloads.parametric import make
 from treadle_sim.workloads.workload import write_traces
 from typer.testing import CliRunner

@@ -4,7 +4,7 @@ import pytest
 from treadle.common.v1 import tokens_pb2
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken
-from treadle.steps.assembly import StepAssembly
+from treadle.step import StepAssembly
 from treadle.types import VersionSpan, pack_ids, pack_logprobs
 
 LENGTH = engine_pb2.FINISH_REASON_LENGTH

@@ -2,7 +2,7 @@
 service to count."""
 
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.steps.time_account import TimeAccount
+from treadle.step import TimeAccount
 from treadle.types import seconds
 
 

@@ -15,7 +15,7 @@ import asyncio, json, sys
 if "not installed" in sys.argv:
     sys.modules["opentelemetry"] = None
 import grpc
-from treadle.tracing import TrajectoryTrace
+from treadle.connection import TrajectoryTrace
 
 METHOD = "/treadle.test/Call"
 

@@ -119,7 +119,7 @@ def test_they_return_and_write_the_same_bits_as_those_of_numba(
 
 def test_arguments_that_they_were_not_compiled_for_are_refused(ahead: ModuleType) -> None:
     """Read as something else they would give any result, or end the process."""
-    gather = ahead.treadle_core_planning_snapshot_gather
+    gather = ahead.treadle_core_planning_gather
     cells, rows = np.arange(12.0).reshape(6, 2), np.arange(0, 6, 2)
     assert gather(cells, rows).tolist() == cells[rows].T.tolist()
     read_only = cells.copy()

@@ -9,7 +9,7 @@ from treadle_core import events as ev
 from treadle_core import refusals
 from treadle_core.model import Outcome, TicketStatus, TrajectoryState
 from treadle_core.steps.tickets import ticket_id, trajectory_of
-from treadle_runtime.identity.tenants import owner_of
+from treadle_runtime.fields import owner_of
 
 
 @pytest.fixture

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.engine_queue.curves import (
-    EngineWork,
-    MeasuredCurve,
-    Window,
-    fit_windows,
-    predict_s,
-)
+from treadle_core.engine_queue.pace import EngineWork, MeasuredCurve, Window, fit_windows, predict_s
 from treadle_core.model import DecodeCurve
 
 # A small model on one core, and a large one on accelerators.

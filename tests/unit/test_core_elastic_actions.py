@@ -20,7 +20,7 @@ from treadle_core.tools.action import (
     check_action,
     seconds_at,
 )
-from treadle_core.tools.queue import ActionQueue
+from treadle_core.tools.decision import ActionQueue
 
 CAPACITIES = {"cpu_cores": 64, "memory_bytes": 1 << 30}
 # As a caller without types may have them.

@@ -19,10 +19,9 @@ from treadle_core.tools.action import (
     Range,
     UnitSet,
 )
-from treadle_core.tools.decision import Executing, Start, decide
+from treadle_core.tools.decision import ActionQueue, Executing, Start, decide
 from treadle_core.tools.group import GRAIN, MOST_TRIED, Group, best_prefix
 from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacities, share_units
-from treadle_core.tools.queue import ActionQueue
 
 LINEAR = Amdahl(0.0)
 GIB = 1 << 30

@@ -3,9 +3,9 @@
 import pytest
 from support.control import Scenario
 from treadle_core import events as ev
-from treadle_core.bookkeeping import MOST_DECISIONS, MOST_HISTORIES, Histories
 from treadle_core.model import Policy
 from treadle_core.refusals import NoEngine
+from treadle_core.state import MOST_DECISIONS, MOST_HISTORIES, Histories
 
 
 def told(scenario: Scenario, name: str = "t") -> list[tuple[str, str, str]]:

@@ -5,8 +5,7 @@ import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.ledger import ClientTimes, Ledger, StepTimes
-from treadle_core.model import Outcome, Policy
+from treadle_core.model import ClientTimes, Ledger, Outcome, Policy, StepTimes
 from treadle_core.refusals import NoEngine, NoEngineWithTags
 
 TIMES = StepTimes(queue_s=1.0, prefill_s=2.0, decode_s=4.0, preempted_s=8.0, weights_s=16.0)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treadle_core.tools.action import Action, Fixed, InvalidActionError, Range
-from treadle_core.tools.decision import Start, decide
+from treadle_core.tools.decision import ActionQueue, Start, decide
 from treadle_core.tools.grants import SERVED, End, Ended, InvalidHoldingError, units_of
 from treadle_core.tools.pools import InvalidPoolError
 from treadle_core.tools.providers import (
@@ -22,7 +22,6 @@ from treadle_core.tools.providers import (
     concurrency_of,
     quota_of,
 )
-from treadle_core.tools.queue import ActionQueue
 
 FAILED, REFUSED, ABANDONED = Ended(End.FAILED), Ended(End.REFUSED), Ended(End.ABANDONED)
 AFTER_A_MOMENT = st.floats(0.0, 3.0, allow_nan=False)

@@ -19,13 +19,12 @@ from treadle_core.tools.action import (
     Range,
 )
 from treadle_core.tools.cpu import CpuManager, Machine
-from treadle_core.tools.decision import Start, decide, start_alone
+from treadle_core.tools.decision import ActionQueue, Start, decide, start_alone
 from treadle_core.tools.dispatcher import FIRST_TYPICAL_S, Dispatcher, Resources
 from treadle_core.tools.gpu import GpuManager
 from treadle_core.tools.grants import NEVER_S, SERVED, End, Ended, InvalidHoldingError, Service
 from treadle_core.tools.pools import CpuNodes, FlatPool, GpuNodes, Pool, capacities
 from treadle_core.tools.providers import BasicManager, Provider, Quota, quota_of
-from treadle_core.tools.queue import ActionQueue
 
 SCALABLE = Action("a0", "t0", 0, {CPU_CORES: Range(1, 4)}, 8.0, CPU_CORES, Amdahl(0.0))
 MACHINES = [Machine("a", ((0, 1), (2, 3)), 100), Machine("b", ((0, 1), (2, 3)), 100)]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from treadle_core.tools.action import GPUS, Action, Demand, Fixed, InvalidActionError, UnitSet
 from treadle_core.tools.arrangement import Chunk
-from treadle_core.tools.decision import Start, decide
+from treadle_core.tools.decision import ActionQueue, Start, decide
 from treadle_core.tools.gpu import GpuManager, gpus_of
 from treadle_core.tools.grants import (
     SERVED,
@@ -20,7 +20,6 @@ from treadle_core.tools.grants import (
     Service,
 )
 from treadle_core.tools.pools import InvalidPoolError
-from treadle_core.tools.queue import ActionQueue
 
 GPU_BYTES = 80
 SERVICES = [

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.placements import draw_work, path_rows
 from treadle_core.compiled import Indexes
-from treadle_core.placing import groups, paths
+from treadle_core.placing import candidates, paths
 from treadle_core.placing.candidates import best_placement, judge
 from treadle_core.placing.paths import Work
 
 
 def placed(work: Work, current: Indexes, *slots: int) -> Indexes:
     medians = work._replace(amounts=work.amounts[:1])
-    return best_placement(path_rows(*slots), groups.number_kinds(slots), work, medians, current)
+    return best_placement(path_rows(*slots), paths.number_kinds(slots), work, medians, current)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 30), st.sampled_from([(4,), (4, 4, 4), (1, 8, 64)]))
@@ -101,7 +101,7 @@ def test_groups_of_equal_engines_alone_keep_the_names_that_leave_most_context_wh
     kinds: list[int], kept: list[int]
 ) -> None:
     present, swapped = np.array([0, 0, 1, 1]), np.array([1, 1, 0, 0])
-    found = groups.relabel(
+    found = candidates.relabel(
         swapped, present, np.full(4, 100.0), np.ones(4, np.bool_), np.array(kinds)
     )
     assert found.tolist() == kept

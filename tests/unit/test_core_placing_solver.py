@@ -15,8 +15,8 @@ from support.placements import (
     workloads,
 )
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.bound import lower_bound
 from treadle_core.placing.costs import Costs, group_cost, tabulate
+from treadle_core.placing.placement import lower_bound
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.solver import partition
 
@@ -188,8 +188,7 @@ from treadle_core import compiled
 from treadle_core.placing.question import PlanEngine
 from treadle_core.placing.costs import tabulate
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.placement import plan
-from treadle_core.placing.bound import lower_bound
+from treadle_core.placing.placement import lower_bound, plan
 from treadle_core.placing.solver import partition
 rng = np.random.default_rng(3)
 engines = [PlanEngine(f"e{i}", 4 + i, 50_000, 1, DecodeCurve(0.01 / (1 + i % 3), 1e-4, 1e-8, 1e4)) for i in range(6)]

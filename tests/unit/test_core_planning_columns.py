@@ -8,9 +8,9 @@ from support.control import Scenario, all_of
 from treadle_core import actions as act
 from treadle_core import events as ev
 from treadle_core.model import Policy, TrajectoryRecord, copy_with
-from treadle_core.planning.snapshot import read_columns
+from treadle_core.planning import read_columns
 from treadle_core.ranking.priorities import remaining_tokens
-from treadle_core.steps.state import Deadlines
+from treadle_core.state import Deadlines
 from treadle_core.tables.trajectories import FIRST_ROWS, TrajectoryTable
 from treadle_core.tuning import Tuning
 

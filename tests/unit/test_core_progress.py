@@ -4,7 +4,7 @@ suspicion."""
 import math
 
 import pytest
-from treadle_core.engine_queue.progress import (
+from treadle_core.engine_queue.pace import (
     IDLE_PROBE_S,
     PASS_TOKENS,
     PATIENCE,

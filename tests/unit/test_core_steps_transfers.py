@@ -4,7 +4,7 @@ import math
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.steps.transfers import MeasuredMoves, Transfer, next_transfers
+from treadle_core.transfers import MeasuredMoves, Transfer, next_transfers
 
 
 def move(

@@ -10,7 +10,7 @@ from treadle.telemetry.v1.facts_pb2 import (
     StepRef,
     TrajectoryOpened,
 )
-from treadle_runtime.buckets import kv_key
+from treadle_runtime.bus import kv_key
 from treadle_runtime.facts import KINDS, make_fact, subject_of, subjects_of
 
 

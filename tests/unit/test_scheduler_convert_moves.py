@@ -5,7 +5,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
 from treadle_core.events import MoveEnded
-from treadle_scheduler.convert_peers import event_of
+from treadle_scheduler.convert import event_of
 
 
 @pytest.mark.parametrize(

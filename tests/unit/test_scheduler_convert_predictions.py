@@ -9,13 +9,8 @@ from treadle.predictor.v1 import predictor_pb2
 from treadle_core.actions import AnnounceClosed, AnnouncePredicted, AskPrediction
 from treadle_core.model import Estimate
 from treadle_placement.convert import columns_of
-from treadle_scheduler.convert_peers import (
-    fact_of,
-    plan_arrived,
-    plan_request,
-    predictions_arrived,
-    predictions_request,
-)
+from treadle_scheduler.convert import fact_of, predictions_arrived, predictions_request
+from treadle_scheduler.convert_engines import plan_arrived, plan_request
 
 
 @pytest.mark.parametrize(

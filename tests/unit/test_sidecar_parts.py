@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc.aio
 import pytest
 from treadle.common.v1.ticket_pb2 import Ticket
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
 from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 from treadle_sidecar.config import SidecarSettings
@@ -25,8 +25,8 @@ from treadle_sidecar.engine.process import (
     main,
 )
 from treadle_sidecar.engine.watch import EngineWatch, read_profile
-from treadle_sidecar.prefixes import Contexts, Prefixes
-from treadle_sidecar.runner import WINDOW_S, LoadMeter
+from treadle_sidecar.prefixes import Prefixes
+from treadle_sidecar.runner import WINDOW_S, Contexts, LoadMeter
 from treadle_sidecar.servicer import TicketBook
 from treadle_sidecar.storage_keys import StoredPages, page_keys
 

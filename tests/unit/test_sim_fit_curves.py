@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from treadle_core.engine_queue.curves import non_negative_least_squares
+from treadle_core.engine_queue.pace import non_negative_least_squares
 from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting import DecodePoint, PrefillPoint, fit_decode, fit_prefill
 

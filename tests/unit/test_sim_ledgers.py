@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 from support.simulated import SLOW, decode_s, engine, play, trajectory
-from treadle_core.ledger import Ledger
+from treadle_core.model import Ledger
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
 from treadle_sim.outcome import Outcome
 from treadle_sim.systems import SYSTEMS

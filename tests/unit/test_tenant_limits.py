@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import pytest
 from treadle_runtime.errors import ResourceExhausted
-from treadle_runtime.identity.tenants import TenantLimits
+from treadle_runtime.identity import TenantLimits
 
 
 def call(limits: TenantLimits, tenant: str, now: float) -> None:

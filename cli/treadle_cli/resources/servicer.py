@@ -18,7 +18,7 @@ from treadle_runtime.calls import Interceptor, detached_context
 from treadle_runtime.config import Settings
 from treadle_runtime.errors import FailedPrecondition
 from treadle_runtime.fields import identifier, non_negative, require, seconds
-from treadle_runtime.identity.tenants import TenantLimits
+from treadle_runtime.identity import TenantLimits
 from treadle_runtime.server import bind
 from treadle_runtime.telemetry import Metrics
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from treadle_core.engine_queue.curves import non_negative_least_squares
+from treadle_core.engine_queue.pace import non_negative_least_squares
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.fitting import DecodePoint, fit_decode
 from treadle_sim.workloads.workload import TrajectoryWork

@@ -20,9 +20,8 @@ from typing import Any
 import grpc
 
 from treadle.certificates import Certificates
-from treadle.connection import Mesh, RetryPolicy, Timeouts, finish, request_id
+from treadle.connection import Mesh, RetryPolicy, Timeouts, TrajectoryTrace, finish, request_id
 from treadle.errors import TreadleError
-from treadle.fleet import FleetCalls
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
 from treadle.rollouts.batches import confirm_batch, take_batch
@@ -32,7 +31,6 @@ from treadle.rollouts.run import Agent, RolloutRun
 from treadle.rollouts.running_tokens import read_tokens
 from treadle.rollouts.samples import check_part, read_shaping
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory, undo_opening
 from treadle.types import (
     Batch,
@@ -46,6 +44,7 @@ from treadle.types import (
     ShapingReport,
     TrajectoryEnded,
 )
+from treadle.weights import FleetCalls
 
 # Some 10 to 20 seconds of decoding, which cost one ticket and the prefill of one token (ADR 0011).
 CALL_TOKENS = 1_024

@@ -1,5 +1,5 @@
-"""Reach the services of a mesh: channels, deadlines, retries, and one clock for everything the
-client records.
+"""Reach the services of a mesh: channels, deadlines, retries, traces, and one clock for everything
+the client records.
 
 Mesh is owned by Client; trajectories, sessions and rollouts borrow it. Invariants: one address, the
 scheduler's, is enough, because the others come from Scheduler.GetDirectory at first use; a logical
@@ -13,6 +13,8 @@ Retried are UNAVAILABLE and a connection that broke under the call (safe, becaus
 carries a request_id), and RESOURCE_EXHAUSTED where the server sent a RetryInfo. gRPC's own
 retryPolicy is not used: it cannot see RetryInfo, stops at 5 attempts, and two layers of retries
 multiply. Its transparent retries, of calls that never left this process, stay on.
+
+All calls for one trajectory belong to one trace (`TrajectoryTrace`), by W3C trace context.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ if TYPE_CHECKING:
     from treadle.rollout.v1.rollout_pb2_grpc import RolloutServiceAsyncStub
     from treadle.tools.v1.rewards_pb2_grpc import RewardsServiceAsyncStub
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
-    from treadle.tracing import TrajectoryTrace
+import secrets
+import sys
+from contextlib import AbstractContextManager, nullcontext
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -52,13 +56,11 @@ A = TypeVar("A")
 # SubmitTrajectory carries a whole trajectory; gRPC's own limit of 4 MiB is about 450k tokens with
 # logprobs and mask.
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-_OPTIONS: Options = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+# Options of every channel of the mesh, also of its services.
+RECOVERING: Options = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # the default of 120 s would miss a restarted scheduler for minutes
+    # A peer that restarts is back within a second; the default of 120 s would miss it for minutes.
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # A machine that vanished, or a process that is stopped, sends no reset: pings notice within 15
     # s. Treadle's servers allow them this often. The last two: by default gRPC waits for a minute
     # for the answer to a ping that measures the link, and sends no other meanwhile; and a stream
@@ -67,6 +69,12 @@ _OPTIONS: Options = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
+)
+_OPTIONS: Options = (
+    *RECOVERING,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # how long one attempt to connect may take
     # Two clients of one process, or of one test, never share a connection and so never each other's
     # backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -212,6 +220,63 @@ def follow(addresses: str, connect: Callable[[str], grpc.aio.Channel]) -> grpc.a
     """
     channels = [connect(address.strip()) for address in addresses.split(",")]
     return channels[0] if len(channels) == 1 else cast(grpc.aio.Channel, AnyOf(channels))
+
+
+TRACE_STATE = "treadle=root"  # the services read it in treadle_scheduler.metrics
+
+
+class TrajectoryTrace:
+    """The trace of one trajectory, from its opening to `end`."""
+
+    def __init__(self) -> None:
+        carrier: dict[str, str] = {}
+        # A process that has not imported OpenTelemetry cannot have set it up, and this package does
+        # not depend on it.
+        self._otel: Any = sys.modules.get("opentelemetry.trace")
+        if self._otel is not None:
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            w3c = TraceContextTextMapPropagator()
+            self._span = self._otel.get_tracer("treadle").start_span("trajectory")
+            w3c.inject(carrier, self._otel.set_span_in_context(self._span))
+        if not carrier:
+            carrier = {
+                "traceparent": f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01",
+                "tracestate": TRACE_STATE,
+            }
+            if (
+                self._otel is not None
+            ):  # interceptors of OpenTelemetry find the context in the active span
+                self._span = self._otel.get_current_span(w3c.extract(carrier))
+        self._metadata = tuple(carrier.items())
+
+    def bind(self, method: Callable[..., T]) -> Callable[..., T]:
+        """Return the method with calls that belong to the trace."""
+
+        def start(request: object, timeout: float) -> T:
+            with self._active():
+                return method(request, timeout=timeout, metadata=self._metadata)
+
+        return start
+
+    def name(self, **ids: str) -> None:
+        """Add the ids of the trajectory to its trace, once they are known."""
+        if self._otel is not None:
+            self._span.set_attributes({f"treadle.{name}": value for name, value in ids.items()})
+
+    def end(self, outcome: str) -> None:
+        """End the trace with the outcome of the trajectory, which is closed."""
+        if self._otel is not None:
+            self.name(outcome=outcome)
+            self._span.end()
+
+    def _active(self) -> AbstractContextManager[object]:
+        if self._otel is None:
+            return nullcontext()
+        active: AbstractContextManager[object] = self._otel.use_span(
+            self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
+        )
+        return active
 
 
 class Mesh:

@@ -12,11 +12,10 @@ import asyncio
 
 import grpc
 
-from treadle.connection import Mesh, request_id
+from treadle.connection import Mesh, TrajectoryTrace, request_id
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
-from treadle.tracing import TrajectoryTrace
-from treadle.types import Policy, seconds
+from treadle.types import Policy, seconds, words_of
 
 JOB_NOT_FOUND = "JOB_NOT_FOUND"  # ErrorInfo.reason: the lease has run out
 JOB_TAKEN_OVER = "JOB_TAKEN_OVER"  # another client has resumed the job
@@ -155,15 +154,12 @@ class Job:
 def policy_message(policy: Policy) -> pb.Policy:
     """Make the message of a policy. Raises ValueError for a name that the contract does not
     have."""
-    names = {
-        "ordering": (pb.Ordering, "ORDERING_", policy.ordering),
-        "objective": (pb.Objective, "OBJECTIVE_", policy.objective),
-        "placement": (pb.PlacementRule, "PLACEMENT_RULE_", policy.placement),
-    }
+    kinds = {"ordering": pb.Ordering, "objective": pb.Objective, "placement": pb.PlacementRule}
     message = pb.Policy(migrate=policy.migrate, preempt=policy.preempt, reserve=policy.reserve)
-    for field, (kind, prefix, name) in names.items():
-        known = [each.removeprefix(prefix).lower() for each in kind.keys()[1:]]
+    for field, kind in kinds.items():
+        name = getattr(policy, field)
+        known = {word: number for number, word in words_of(kind).items()}
         if name not in known:
             raise ValueError(f"policy.{field} must be one of {', '.join(known)}, is {name!r}")
-        setattr(message, field, kind.Value(f"{prefix}{name.upper()}"))
+        setattr(message, field, known[name])
     return message

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import grpc
 
-from treadle.connection import Mesh, request_id
+from treadle.connection import Mesh, TrajectoryTrace, request_id
 from treadle.errors import TreadleError, error_from, refused
 from treadle.tools.v1 import rewards_pb2
-from treadle.tracing import TrajectoryTrace
 from treadle.types import seconds
 
 _STATES: dict[int, Literal["done", "failed", "cancelled"]] = {

@@ -17,15 +17,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from treadle.connection import Mesh, finish, request_id
+from treadle.connection import Mesh, TrajectoryTrace, finish, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
+from treadle.generation import StepPlan, StepRun
 from treadle.rewards import PendingReward, request_reward
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.steps.assembly import shift_spans
-from treadle.steps.generation import StepPlan, StepRun
-from treadle.steps.time_account import TimeAccount
+from treadle.step import TimeAccount, shift_spans
 from treadle.tools.v1 import tools_pb2
-from treadle.tracing import TrajectoryTrace
 from treadle.types import (
     Chunk,
     Limits,

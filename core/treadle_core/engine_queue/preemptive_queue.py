@@ -39,7 +39,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from treadle_core.engine_queue.job_lines import RANK, Entry, JobLines, State
+from treadle_core.fair_share import RANK, Entry, JobLines, State
 
 # Priority units: doublings of the work left, for the makespan. A step ends soon by itself, and
 # predictions err, so only one with about four times the work left evicts. On two CPU engines in

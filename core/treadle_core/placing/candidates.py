@@ -11,18 +11,17 @@ Tried are, in this order, each against the best before it:
   these get their few long trajectories, and the rest is dealt over the others;
 - the best of these, improved step by step (`refining`).
 What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts
-count in the
-makespan and besides, as the mean over engines of the seconds that they are prefilled for, times
-`prompt_weight`: to
-prefill a prompt on one more engine is sure to take its time, where the gain is a guess.
+count in the makespan and besides, as the mean over engines of the seconds that they are prefilled
+for, times `prompt_weight`: to prefill a prompt on one more engine is sure to take its time, where
+the gain is a guess. Groups of a partition are exchanged between engines with equal figures so that
+most context stays where it is (`relabel`).
 """
 
 from collections.abc import Iterator
 
 import numpy as np
 
-from treadle_core.compiled import Floats, Indexes, compiled, inlined
-from treadle_core.placing.groups import relabel
+from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
 from treadle_core.placing.paths import (
     BASE_S,
     KV,
@@ -226,3 +225,68 @@ def reach(
         else:
             high = probe
     return low
+
+
+@compiled
+def keep_most(
+    group_of: Indexes, present: Indexes, place: Indexes, context_tokens: Floats, kinds: Indexes
+) -> Indexes:
+    """Return the engine that takes each group, among engines of the group's kind, so that most
+    context stays: greedy, most context first, at least half of the best possible. O(n + m^2) where
+    few groups want the same engine.
+
+    By trajectory: group_of and present, an engine or -1. place: what each value of `present` is
+    among the m engines.
+    """
+    m = len(kinds)
+    kept = np.zeros((m, m))
+    for index in range(len(group_of)):
+        if (
+            group_of[index] >= 0 and present[index] >= 0
+        ):  # one token more: a trajectory without context counts too
+            kept[group_of[index], place[present[index]]] += context_tokens[index] + 1.0
+    taken = np.zeros(m, np.bool_)
+    wish = np.full(m, -1)  # the free engine that holds most of a group, and how much
+    wish_kept = np.zeros(m)
+    engine_of = np.full(m, -1, np.int64)
+    for group in range(m):
+        for engine in range(m):
+            if kinds[engine] == kinds[group] and kept[group, engine] > wish_kept[group]:
+                wish[group], wish_kept[group] = engine, kept[group, engine]
+    while True:
+        group = int(np.argmax(wish_kept))
+        if wish_kept[group] <= 0.0:
+            break
+        engine = wish[group]
+        wish_kept[group] = 0.0
+        if not taken[engine]:
+            engine_of[group] = engine
+            taken[engine] = True
+            continue
+        for other in range(m):
+            if (
+                kinds[other] == kinds[group]
+                and not taken[other]
+                and kept[group, other] > wish_kept[group]
+            ):
+                wish[group], wish_kept[group] = other, kept[group, other]
+    for group in range(
+        m
+    ):  # groups that no engine holds take the engines of their kind that are left
+        if engine_of[group] < 0:
+            for engine in range(m):
+                if kinds[engine] == kinds[group] and not taken[engine]:
+                    engine_of[group] = engine
+                    taken[engine] = True
+                    break
+    return engine_of
+
+
+def relabel(
+    planned: Indexes, present: Indexes, context_tokens: Floats, movable: Flags, kinds: Indexes
+) -> Indexes:
+    """Return the same partition with groups exchanged between equal engines so that most context
+    stays where it is."""
+    groups = np.where(movable, planned, -1)
+    engine_of = keep_most(groups, present, np.arange(len(kinds)), context_tokens, kinds)
+    return np.where(groups >= 0, engine_of[groups], planned)

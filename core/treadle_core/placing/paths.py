@@ -23,7 +23,7 @@ The same rows give the same samples, so that placements are compared under the s
 §5.2 and DARTS eq. 4 plan on one number for each trajectory, and without tools.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from statistics import NormalDist
 from typing import NamedTuple
@@ -31,7 +31,6 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
-from treadle_core.placing.groups import number_kinds
 from treadle_core.placing.question import PlanEngine
 
 # Columns of engines: the last two are seconds of prefill for each token, and for each pair of
@@ -77,6 +76,12 @@ class Work(NamedTuple):
     started: Flags
     read: Flags
     prompts: Indexes
+
+
+def number_kinds(figures: Iterable[Hashable]) -> Indexes:
+    """Return a number for each engine, the same for engines with equal figures."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(each, len(numbers)) for each in figures], np.int64)
 
 
 def engine_rows(engines: Sequence[PlanEngine]) -> Floats:

@@ -18,7 +18,7 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from treadle_core.compiled import Floats, Indexes
-from treadle_core.engine_queue.curves import non_negative_least_squares
+from treadle_core.engine_queue.pace import non_negative_least_squares
 
 PIECES = 3  # straight lines that describe per-token latency well (DARTS, appendix A)
 

@@ -31,11 +31,17 @@ from treadle_core.actions import (
     SaveTrajectory,
     StepWaits,
 )
-from treadle_core.ledger import Cause
-from treadle_core.model import EngineRecord, EngineSpec, PlacementRule, TrajectoryRecord, copy_with
+from treadle_core.model import (
+    Cause,
+    EngineRecord,
+    EngineSpec,
+    PlacementRule,
+    TrajectoryRecord,
+    copy_with,
+)
 from treadle_core.refusals import ContextTooLong, NoEngine
+from treadle_core.state import State
 from treadle_core.steps import moves, tickets
-from treadle_core.steps.state import State
 from treadle_core.tables.engines import carries_tags, fits_context
 from treadle_core.tables.trajectories import NOTHING
 from treadle_core.tables.waiting import Place

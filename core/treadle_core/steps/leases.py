@@ -28,8 +28,8 @@ from treadle_core.events import (
 )
 from treadle_core.model import JobRecord, TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.refusals import BadField, EngineNotFound, LastEngine, RequestIdReused
+from treadle_core.state import State
 from treadle_core.steps import lifecycle, moves
-from treadle_core.steps.state import State
 
 
 def register_engine(state: State, event: EngineRegistered, now: float) -> list[act.Action]:
@@ -105,30 +105,8 @@ def set_drain(state: State, event: DrainSet, now: float) -> list[act.Action]:
     if event.draining:
         actions += _cancel_moves_to(state, engine_id)
     for record in state.table.on(engine_id):
-        actions += leave_drained(state, record)
+        actions += moves.leave_drained(state, record)
     return actions
-
-
-def leave_drained(state: State, record: TrajectoryRecord) -> list[act.Action]:
-    """Give a trajectory another engine where its own is drained and another can run it, unless its
-    step is out or its KV is on the way to another engine."""
-    own, move = state.engines.get(record.engine_id), record.move
-    leaves = move is not None and not move.has_switched(record.engine_id)
-    if own is None or not own.draining or record.live_ticket is not None or leaves:
-        return []
-    engine = state.siting.choose(record)
-    if engine is None or engine.spec.engine_id == record.engine_id:
-        return []
-    record = copy_with(
-        record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None
-    )
-    state.table.put(record)
-    state.planner.drop_target(record)
-    why = ("{} is drained", (own.spec.engine_id,))
-    return [
-        act.SaveTrajectory(record),
-        act.Decided(record.trajectory_id, "placed", record.engine_id, *why),
-    ]
 
 
 def _cancel_moves_to(state: State, engine_id: str) -> list[act.Action]:

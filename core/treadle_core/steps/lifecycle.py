@@ -11,8 +11,8 @@ from treadle_core.refusals import (
     TrajectoryExists,
     TrajectoryIsClosed,
 )
+from treadle_core.state import State
 from treadle_core.steps import tickets
-from treadle_core.steps.state import State
 
 CLOSED_STATES = {
     Outcome.FINISHED: TrajectoryState.FINISHED,
@@ -133,13 +133,6 @@ def confirm_announcement(state: State, event: ClosedAnnounced, _now: float) -> l
     return [act.SaveTrajectory(record)]
 
 
-def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
-    """Publish a closing whose tokens are all counted."""
-    if record.is_open or record.announced or record.uncounted:
-        return []
-    return _announce(state, record, now)
-
-
 def announce_due(state: State, now: float) -> list[act.Action]:
     """Publish closings that have waited long enough for their last tokens, or for a
     confirmation."""
@@ -151,7 +144,7 @@ def announce_due(state: State, now: float) -> list[act.Action]:
         if record is None:
             del state.announcements[trajectory_id]
         else:
-            actions += _announce(state, record, now)
+            actions += tickets.announce(state, record, now)
     return actions
 
 
@@ -233,10 +226,4 @@ def _close(
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s
     saved = [act.SaveTrajectory(record), act.TrajectoryEnded(record)]
-    return [*saved, *actions, *announce_if_counted(state, record, now)]
-
-
-def _announce(state: State, record: TrajectoryRecord, now: float) -> list[act.Action]:
-    assert record.outcome is not None, "a closed trajectory has an outcome"
-    state.announcements[record.trajectory_id] = now + state.tuning.announce_again_s
-    return [act.AnnounceClosed(record, record.outcome)]
+    return [*saved, *actions, *tickets.announce_if_counted(state, record, now)]

@@ -1,5 +1,5 @@
-"""Moves of trajectories to other engines while their tools run, and the switch that makes the
-target the owner (Heddle 5.3).
+"""Moves of trajectories to other engines while their tools run: the tools, predictions and plans
+that decide on them, and the switch that makes the target the owner (Heddle 5.3).
 
 A trajectory has one move at a time. Only `switch_engine`, a compare-and-swap on the revision,
 changes its owner, and never while a ticket is out; whatever fails, the source stays the owner.
@@ -7,8 +7,24 @@ changes its owner, and never while a ticket is out; whatever fails, the source s
 
 from dataclasses import replace
 
-from treadle_core.actions import Action, CancelMigration, Decided, SaveTrajectory, StartMigration
-from treadle_core.events import MoveAccepted, MoveEnded, PlanArrived, SwitchRequested
+from treadle_core.actions import (
+    Action,
+    AnnouncePredicted,
+    CancelMigration,
+    Decided,
+    Reprioritize,
+    SaveTrajectory,
+    StartMigration,
+)
+from treadle_core.events import (
+    MoveAccepted,
+    MoveEnded,
+    PlanArrived,
+    PredictionArrived,
+    SwitchRequested,
+    ToolFinished,
+    ToolStarted,
+)
 from treadle_core.model import MoveRecord, PlacementRule, TicketStatus, TrajectoryRecord, copy_with
 from treadle_core.ranking.priorities import remaining_tokens
 from treadle_core.refusals import (
@@ -20,8 +36,51 @@ from treadle_core.refusals import (
     TrajectoryIsClosed,
     TrajectoryPinned,
 )
-from treadle_core.steps.state import State
-from treadle_core.steps.transfers import longest_useful_move_s, move_cost_s
+from treadle_core.state import State
+from treadle_core.transfers import longest_useful_move_s, move_cost_s
+
+
+def start_tool(state: State, event: ToolStarted, _now: float) -> list[Action]:
+    """Note how long the tool call is expected to take: a move should be over by then."""
+    record = state.table.get(event.trajectory_id)
+    if record is not None and record.is_open:
+        state.table.put(copy_with(record, tool_over=False, tool_expected_s=event.expected_s))
+    return []
+
+
+def finish_tool(state: State, event: ToolFinished, _now: float) -> list[Action]:
+    """Start no move from now on, as the next step is about to be requested."""
+    record = state.table.get(event.trajectory_id)
+    if record is not None and record.is_open:
+        state.table.put(copy_with(record, tool_over=True))
+    return []
+
+
+def take_prediction(state: State, event: PredictionArrived, now: float) -> list[Action]:
+    """Store a prediction unless a newer one is here; send an engine the new priority of a step, or
+    start a move."""
+    record = state.table.get(event.trajectory_id)
+    if record is None or not record.is_open:
+        return []
+    known, new = record.prediction, event.prediction
+    if known is not None and (new.turn, new.gen_tokens) < (known.turn, known.gen_tokens):
+        return []
+    record = copy_with(record, prediction=new)
+    record = copy_with(record, priority=state.priority(record))
+    state.table.put(record)
+    state.planner.follow_prediction(record)
+    actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record, first=known is None)]
+    ticket = record.live_ticket
+    if ticket is None:
+        return actions + start_move(state, record, now)
+    if state.priorities.must_report(record.policy, ticket.priority, record.priority):
+        record = copy_with(record, ticket=copy_with(ticket, priority=record.priority))
+        state.table.put(record)
+        reprioritize = Reprioritize(
+            ticket.engine_id, ticket.engine_address, ((ticket.ticket_id, record.priority),)
+        )
+        actions += [SaveTrajectory(record), reprioritize]
+    return actions
 
 
 def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:
@@ -219,6 +278,25 @@ def cancel_move(state: State, record: TrajectoryRecord) -> list[Action]:
     record = copy_with(record, move=None)
     state.table.put(record)
     return [*actions, SaveTrajectory(record)]
+
+
+def leave_drained(state: State, record: TrajectoryRecord) -> list[Action]:
+    """Give a trajectory another engine where its own is drained and another can run it, unless its
+    step is out or its KV is on the way to another engine."""
+    own, move = state.engines.get(record.engine_id), record.move
+    leaves = move is not None and not move.has_switched(record.engine_id)
+    if own is None or not own.draining or record.live_ticket is not None or leaves:
+        return []
+    engine = state.siting.choose(record)
+    if engine is None or engine.spec.engine_id == record.engine_id:
+        return []
+    record = copy_with(
+        record, engine_id=engine.spec.engine_id, revision=record.revision + 1, move=None
+    )
+    state.table.put(record)
+    state.planner.drop_target(record)
+    why = ("{} is drained", (own.spec.engine_id,))
+    return [SaveTrajectory(record), Decided(record.trajectory_id, "placed", record.engine_id, *why)]
 
 
 def switch_engine(state: State, event: SwitchRequested, now: float) -> list[Action]:

@@ -1,21 +1,32 @@
-"""Tickets: check a request for one, issue it on the engine that the placement rule chooses, and end
-it.
+"""Tickets: check a request for one, issue it on the engine that the placement rule chooses, count
+what its step has done, and end it.
 
 Turns count from 0 without gaps. A trajectory has at most one live ticket; its revision and engine
 are the trajectory's, and the engine holds a lease. When the client requests the next turn before
 the engine's account of the last one (`step_finished`) has arrived, the last ticket is done and
-`uncounted` until then.
+`uncounted` until then. The closing of a trajectory is published once all its tokens are counted.
 """
 
 import enum
 import hashlib
 from operator import attrgetter
 
-from treadle_core.actions import AbortStep, Action, Decided, IssueTicket, SaveTrajectory, StepWaits
-from treadle_core.events import StepFinished, StepRequested
-from treadle_core.ledger import NO_TIMES, Cause
+from treadle_core.actions import (
+    AbortStep,
+    Action,
+    AnnounceClosed,
+    AskPrediction,
+    Decided,
+    IssueTicket,
+    SaveTrajectory,
+    StepCounted,
+    StepWaits,
+)
+from treadle_core.events import StepFinished, StepPreempted, StepRequested, StepUnknown
 from treadle_core.model import (
+    NO_TIMES,
     TENANT_MARK,
+    Cause,
     EngineSpec,
     TicketRecord,
     TicketStatus,
@@ -33,8 +44,8 @@ from treadle_core.refusals import (
     TrajectoryIsClosed,
     TurnOutOfOrder,
 )
+from treadle_core.state import State
 from treadle_core.steps import moves
-from treadle_core.steps.state import State
 
 # 48 bits in front of every ticket id: the engine matches ids by prefix when it aborts, so no ticket
 # id may be a prefix of another.
@@ -351,3 +362,69 @@ def _learn_tool_s(state: State, record: TrajectoryRecord, event: StepRequested) 
         if record.tool_s == 0.0
         else (1 - weight) * record.tool_s + weight * event.tool_s
     )
+
+
+def finish_step(state: State, event: StepFinished, now: float) -> list[Action]:
+    """Count the tokens of a step, request a prediction, and see whether the trajectory should move
+    meanwhile."""
+    record = state.table.get(event.trajectory_id)
+    record = count_step(record, event, now) if record is not None else None
+    if record is None:
+        return []
+    state.table.put(record)
+    actions: list[Action] = [
+        SaveTrajectory(record),
+        StepCounted(record, event.turn, event.output_tokens),
+    ]
+    if not record.is_open:
+        return [*actions, *announce_if_counted(state, record, now)]
+    actions += [AskPrediction(record), *moves.start_move(state, record, now)]
+    return [*actions, *moves.leave_drained(state, state.table.require(record.trajectory_id))]
+
+
+def announce_if_counted(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+    """Publish a closing whose tokens are all counted."""
+    if record.is_open or record.announced or record.uncounted:
+        return []
+    return announce(state, record, now)
+
+
+def announce(state: State, record: TrajectoryRecord, now: float) -> list[Action]:
+    """Publish a closing, now and again until it is confirmed."""
+    assert record.outcome is not None, "a closed trajectory has an outcome"
+    state.announcements[record.trajectory_id] = now + state.tuning.announce_again_s
+    return [AnnounceClosed(record, record.outcome)]
+
+
+def note_preemption(state: State, event: StepPreempted, _now: float) -> list[Action]:
+    """Note which step took the slot; the step keeps its ticket and its priority."""
+    record = state.table.get(event.trajectory_id)
+    ticket = record.live_ticket if record is not None else None
+    if ticket is None or ticket.ticket_id != event.ticket_id:
+        return []
+    pattern = "after {} tokens, by a pause of the engine"
+    values: tuple[object, ...] = (event.output_tokens,)
+    other = state.table.get(trajectory_of(event.by_ticket_id))
+    if other is not None:
+        pattern = "at priority {:.2f} after {} tokens, by {} at {:.2f}"
+        values = (ticket.priority, event.output_tokens, other.trajectory_id, other.priority)
+    return [Decided(event.trajectory_id, "preempted", ticket.engine_id, pattern, values)]
+
+
+def lose_step(state: State, event: StepUnknown, now: float) -> list[Action]:
+    """Free the slot and the KV of an expired ticket that no step has used; the client may still
+    replace it."""
+    record = state.table.get(event.trajectory_id)
+    ticket = record.live_ticket if record is not None else None
+    if (
+        record is None
+        or ticket is None
+        or ticket.ticket_id != event.ticket_id
+        or now < ticket.expires_s
+    ):
+        return []
+    record = copy_with(
+        record, ticket=copy_with(ticket, status=TicketStatus.LOST, kv_reserve_tokens=0)
+    )
+    state.table.put(record)
+    return [SaveTrajectory(record)]

@@ -19,8 +19,8 @@ from treadle_core import actions as act
 from treadle_core.events import LeaseRenewed, LoadFailed, WeightsSet, WeightsUpdated
 from treadle_core.model import INCOMPLETE, EngineRecord, WeightsRecord
 from treadle_core.refusals import BadField
+from treadle_core.state import State
 from treadle_core.steps import leases
-from treadle_core.steps.state import State
 
 
 def set_weights(state: State, event: WeightsSet, now: float) -> list[act.Action]:

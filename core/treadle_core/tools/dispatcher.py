@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from treadle_core.tools.action import Action, InvalidActionError, check_action, seconds_at
 from treadle_core.tools.cpu import CpuManager
-from treadle_core.tools.decision import Executing, Start, decide, start_alone
+from treadle_core.tools.decision import ActionQueue, Executing, Start, decide, start_alone
 from treadle_core.tools.grants import (
     NEVER_S,
     SERVED,
@@ -28,7 +28,6 @@ from treadle_core.tools.grants import (
     units_of,
 )
 from treadle_core.tools.pools import InvalidPoolError, Pool, capacities
-from treadle_core.tools.queue import ActionQueue
 
 FIRST_TYPICAL_S = 1.0  # what an action of unknown duration is taken to last before any has ended
 TYPICAL_SHARE = (

@@ -33,7 +33,7 @@ from treadle_bench.fidelity.stage import (
     delay_prefills,
     engine_models,
     find_pass_s,
-    policy_message,
+    live_policy,
     short_turns,
     simulate_play,
     slow_down,
@@ -216,7 +216,7 @@ def test_engines_that_only_swapped_their_names_are_the_same() -> None:
 
 def test_a_policy_reaches_the_live_scheduler_as_the_simulator_has_it() -> None:
     for system in SYSTEMS.values():
-        message, policy = policy_message(system.policy), system.policy
+        message, policy = live_policy(system.policy), system.policy
         assert Ordering.Name(message.ordering) == f"ORDERING_{policy.ordering.name}"
         assert PlacementRule.Name(message.placement) == f"PLACEMENT_RULE_{policy.placement.name}"
         assert (message.migrate, message.preempt, message.reserve) == (

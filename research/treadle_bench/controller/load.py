@@ -30,7 +30,7 @@ from treadle_core.model import (
     Prediction,
     TicketRecord,
 )
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.refusals import Refusal
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import SimPlacement

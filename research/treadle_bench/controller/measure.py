@@ -13,11 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from treadle_core import planning
 from treadle_core.controller import Controller
 from treadle_core.events import Event
 from treadle_core.model import TREADLE_POLICY, PlacementRule, Policy
-from treadle_core.planning import snapshot
-from treadle_core.planning.plans import Planner
+from treadle_core.planning import Planner
 from treadle_core.tuning import Tuning
 from treadle_sim.systems import RankScaling
 
@@ -42,7 +42,7 @@ PLANNERS: dict[str, type[Planner]] = {"heddle_as_printed": RankScaling}  # of th
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """events_per_s: the median over repeats under Treadle's policy; the rest by policy and by kind
     of event."""
-    snapshot.warm_up()
+    planning.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows: dict[str, Any] = {}
     for name, policy in POLICIES.items():

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from treadle_core import planning
 from treadle_core.actions import Action, AskPlan
 from treadle_core.events import Event, PlanArrived
 from treadle_core.model import TREADLE_POLICY, Policy
-from treadle_core.planning import snapshot
 from treadle_core.tuning import Tuning
 from treadle_sim.systems import Ranks
 
@@ -88,7 +88,7 @@ class TimedWorld(World):
 async def measure(options: BenchOptions) -> dict[str, Any]:
     """trajectories, ms: the median plan for 6,400 live trajectories on 64 engines; its parts; the
     same of a re-solve that trusts its lengths; other sizes."""
-    snapshot.warm_up()
+    planning.warm_up()
     World(200, 4, options.seed, TREADLE_POLICY, Tuning()).run()
     rows = [
         _measure_size(live, engines, name, options) for live, engines in SIZES for name in VARIANTS

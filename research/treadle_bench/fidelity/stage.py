@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Self
 
+import treadle
 from rich.console import Console
 from treadle import Client, Span
+from treadle.jobs import policy_message
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.demo.collect import CollectedFacts, collect_facts
@@ -201,7 +203,7 @@ class Stage:
         engines = await mesh.list_engines()
         # Where the scheduler moves nothing itself: a move that is timed fails where another came
         # before it.
-        await mesh.set_policy(policy_message(SYSTEMS["sticky"].policy))
+        await mesh.set_policy(live_policy(SYSTEMS["sticky"].policy))
         async with Client(mesh.where.scheduler) as client:
             async with collect_facts(mesh.nats_url, mesh.board.note) as facts:
                 profiles, queue_s = await measure_engines(client, engines, seed)
@@ -236,7 +238,7 @@ class Stage:
     async def play(self, work: Workload, name: str, number: int, *, renew: bool = True) -> Play:
         """The work under one of the simulator's systems, live. number: of the play, for fresh
         tokens. renew: with a new control plane."""
-        policy = policy_message(SYSTEMS[name].policy)
+        policy = live_policy(SYSTEMS[name].policy)
         with StartBoard(Console(quiet=True)) as board:
             self.mesh.board = board
             if renew:
@@ -269,13 +271,15 @@ class Stage:
         return simulate_play(work, models, SYSTEMS[name], self.control, earlier, told=told)
 
 
-def policy_message(policy: Policy) -> pb.Policy:
-    """The simulator's policy as a message for the live scheduler."""
-    return pb.Policy(
-        ordering=pb.Ordering.Value(f"ORDERING_{policy.ordering.name}"),
-        objective=pb.Objective.Value(f"OBJECTIVE_{policy.objective.name}"),
-        placement=pb.PlacementRule.Value(f"PLACEMENT_RULE_{policy.placement.name}"),
-        migrate=policy.migrate,
-        preempt=policy.preempt,
-        reserve=policy.reserve,
+def live_policy(policy: Policy) -> pb.Policy:
+    """Return the simulator's policy as a message for the live scheduler."""
+    return policy_message(
+        treadle.Policy(
+            ordering=policy.ordering.name.lower(),
+            objective=policy.objective.name.lower(),
+            placement=policy.placement.name.lower(),
+            migrate=policy.migrate,
+            preempt=policy.preempt,
+            reserve=policy.reserve,
+        )
     )

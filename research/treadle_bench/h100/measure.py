@@ -43,7 +43,7 @@ from treadle_sim.workloads.workload import Workload
 
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.fidelity.live import generate, play_live
-from treadle_bench.fidelity.stage import policy_message
+from treadle_bench.fidelity.stage import live_policy
 from treadle_bench.h100 import rollouts
 from treadle_bench.h100.engine import (
     RawEngine,
@@ -290,7 +290,7 @@ async def _play_epochs(
     mesh: Mesh, epochs: Sequence[Workload], keep: Callable[[str, object], None]
 ) -> dict[str, Any]:
     plays: list[dict[str, Any]] = []
-    policy = policy_message(SYSTEMS["treadle"].policy)
+    policy = live_policy(SYSTEMS["treadle"].policy)
     async with open_session() as http:
         raw = [RawEngine(http, engine.url) for engine in mesh.engines]
         for number, work in enumerate(epochs):

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from treadle_core.tools.action import Action, Amdahl, Demand, Elasticity, Fixed, Measured, Range
 from treadle_core.tools.action import UnitSet as Units
-from treadle_core.tools.decision import Executing, decide
+from treadle_core.tools.decision import ActionQueue, Executing, decide
 from treadle_core.tools.pools import CpuNodes, FlatPool, Pool, capacities
-from treadle_core.tools.queue import ActionQueue
 
 from treadle_bench.tools.setting import Plan
 

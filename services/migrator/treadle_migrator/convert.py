@@ -5,7 +5,7 @@ import uuid
 
 from treadle.migrator.v1 import migrator_pb2 as pb
 from treadle.telemetry.v1.facts_pb2 import Fact, MigrationEnded
-from treadle_core.steps.transfers import Transfer
+from treadle_core.transfers import Transfer
 from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import (
     duration,

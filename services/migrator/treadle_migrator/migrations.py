@@ -15,7 +15,8 @@ from typing import NamedTuple
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import kv_key
 from treadle_runtime.errors import FailedPrecondition, NotFound
 
 BUCKET = "treadle-migrations"

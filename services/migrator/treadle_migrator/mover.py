@@ -21,7 +21,7 @@ import structlog
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.errors import TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from treadle_core.steps.transfers import next_transfers
+from treadle_core.transfers import next_transfers
 from treadle_runtime.calls import detached_context
 
 from treadle_migrator.convert import transfer_from

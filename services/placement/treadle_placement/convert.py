@@ -10,8 +10,7 @@ from treadle.placement.v1 import placement_pb2 as pb
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import Plan
 from treadle_core.placing.question import PlanEngine, slowest_curve
-from treadle_runtime.errors import InvalidArgument
-from treadle_runtime.fields import duration, require
+from treadle_runtime.fields import duration, require, value_of
 
 
 def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
@@ -19,9 +18,7 @@ def model_of(request: pb.PlanPlacementRequest, default: CostModel) -> CostModel:
     know."""
     if request.cost_model == pb.COST_MODEL_UNSPECIFIED:
         return default
-    if request.cost_model not in pb.CostModel.values():
-        raise InvalidArgument("cost_model", f"is not known here: {request.cost_model}")
-    return CostModel[pb.CostModel.Name(request.cost_model).removeprefix("COST_MODEL_")]
+    return value_of(CostModel, "cost_model", pb.CostModel, request.cost_model)
 
 
 def columns_of(request: pb.PlanPlacementRequest) -> dict[str, Any]:

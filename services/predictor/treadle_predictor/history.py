@@ -14,8 +14,8 @@ import nats.errors
 import structlog
 from nats.js.kv import KeyValue
 from treadle_core.ranking.evidence import Ended, Evidence
-from treadle_runtime.buckets import entries_of, kv_key
-from treadle_runtime.bus import Bus
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import Bus, kv_key
 
 log = structlog.get_logger()
 

@@ -10,9 +10,8 @@ from treadle.rollout.v1 import rollout_pb2_grpc
 from treadle_core.rollouts.group import DropReason
 from treadle_core.rollouts.history import bias_of
 from treadle_runtime.errors import FailedPrecondition, NotFound
-from treadle_runtime.fields import identifier, non_negative, require
+from treadle_runtime.fields import identifier, minted, non_negative, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.identity.tenants import minted
 
 from treadle_rollout import convert, convert_shaping
 from treadle_rollout.metrics import Meters

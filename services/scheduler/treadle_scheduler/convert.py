@@ -1,43 +1,41 @@
-"""Convert requests of clients and sidecars to checked core events, and core records to responses.
+"""Convert trajectories and their steps: requests of clients to checked core events, core records to
+responses, actions to facts and to queries of the predictor, answers and facts to events.
 
 A function that takes a request raises InvalidArgument naming the first field that is wrong.
 """
 
-import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from treadle.common.v1.estimate_pb2 import Quantiles
 from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2
+from treadle.predictor.v1 import predictor_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle.telemetry.v1 import facts_pb2
+from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.bookkeeping import Decision, Step
-from treadle_core.ledger import LEDGER_PARTS, ClientTimes, Ledger, StepTimes
 from treadle_core.model import (
-    DEFAULT_PREFILL_TOKENS_PER_S,
+    LEDGER_PARTS,
+    ClientTimes,
     DecodeCurve,
-    EngineLoad,
-    EngineRecord,
     EngineSpec,
     Estimate,
-    JobUse,
-    KvTransfer,
-    Objective,
-    Ordering,
+    Ledger,
     Outcome,
-    PlacementRule,
-    Policy,
+    Prediction,
+    StepTimes,
     TicketRecord,
     TrajectoryRecord,
-    WeightsRecord,
 )
+from treadle_core.state import Decision, Step
+from treadle_runtime.facts import make_fact
 from treadle_runtime.fields import (
     at_most,
     duration,
-    endpoint,
     finite,
     identifier,
+    minted,
     non_empty,
     non_negative,
     number_of,
@@ -46,24 +44,19 @@ from treadle_runtime.fields import (
     require,
     require_duration,
     require_timestamp,
+    seconds,
     timestamp,
     value_of,
 )
-from treadle_runtime.identity.tenants import minted
 
 # A ticket id holds the trajectory id, the turn and the attempt, and must itself be an identifier of
 # 128 characters.
 LONGEST_TRAJECTORY_ID_CHARS = 96
 LONGEST_PROMPT_ID_CHARS = 256
 MOST_HARDWARE_TAGS = 32
-LONGEST_URL_CHARS = 2048
-LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # weight of a job; only ratios count
-MOST_ROLLOUTS = 1000  # rollouts of a job in progress at once
-
-
 # Fields that a message and the core's dataclass have under the same name; the numbers of a request
 # must be >= 0.
-_SIZES = (
+SIZES = (
     "kv_tokens_capacity",
     "host_kv_tokens",
     "max_context_tokens",
@@ -79,9 +72,7 @@ _DECLARED = (
     "hardware_tags",
     "url",
 )
-_CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
-_COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
-_MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
+CURVE = ("base_s", "per_sequence_s", "per_kv_token_s", "prefill_tokens_per_s", "prefill_pair_s")
 # of a trajectory
 IDENTITY = ("trajectory_id", "rollout_id", "prompt_id", "sample", "prompt_tokens")
 _PROGRESS = (
@@ -93,49 +84,26 @@ _PROGRESS = (
     "priority",
     "migrations",
 )
-_LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
-_JOB_USE = (
-    "job",
-    "weight",
-    "clients",
-    "share",
-    "live_tickets",
-    "kv_tokens",
-    "open_trajectories",
-    "waiting_steps",
+SOURCE = "scheduler"
+# Kinds of facts that become events.
+SUBSCRIBED_KINDS = (
+    "step_preempted",
+    "step_finished",
+    "tool_started",
+    "tool_finished",
+    "migration_ended",
+    "weights_updated",
+    "group_settled",
 )
-_SWITCHES = ("migrate", "preempt", "reserve")  # fields of a policy
-# enums of a policy: the core's and the message's
-_CHOICES: dict[str, tuple[type[enum.Enum], Any]] = {
-    "ordering": (Ordering, pb.Ordering),
-    "objective": (Objective, pb.Objective),
-    "placement": (PlacementRule, pb.PlacementRule),
-}
-
-
-def job_opened(request: pb.OpenJobRequest) -> ev.JobOpened:
-    """Return the event that opens a job. Each repeat of the request has the same job_id."""
-    request_id = identifier("request_id", request.request_id)
-    return ev.JobOpened(
-        request_id=request_id,
-        job_id=minted("j", request_id),
-        name=optional_identifier("job", request.job),
-        resume=request.resume,
-        weight=_weight(request.weight),
-        policy=_policy(request.policy) if request.HasField("policy") else None,
-    )
-
-
-def job_renewed(request: pb.RenewJobRequest) -> ev.JobRenewed:
-    rollout_ids = _identifiers("rollouts.rollout_ids", request.rollouts.rollout_ids, MOST_ROLLOUTS)
-    return ev.JobRenewed(
-        identifier("job_id", request.job_id), rollout_ids if request.HasField("rollouts") else None
-    )
-
-
-def job_closed(request: pb.CloseJobRequest) -> ev.JobClosed:
-    identifier("request_id", request.request_id)
-    return ev.JobClosed(identifier("job_id", request.job_id))
+# Fields that a prediction request of the core and its message have under the same name.
+QUERY = ("trajectory_id", "prompt_id", "sample", "gen_tokens", "prompt_tokens", "max_total_tokens")
+Announcement = (
+    act.AnnounceOpened
+    | act.AnnounceClosed
+    | act.AnnouncePredicted
+    | act.AnnounceEngineJoined
+    | act.AnnounceEngineLost
+)
 
 
 def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
@@ -144,7 +112,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
     request_id = identifier("request_id", request.request_id)
     return ev.TrajectoryOpened(
         request_id=request_id,
-        trajectory_id=_trajectory_id(request.trajectory_id or minted("t", request_id)),
+        trajectory_id=trajectory_id_of(request.trajectory_id or minted("t", request_id)),
         prompt_id=at_most(
             "prompt_id", non_empty("prompt_id", request.prompt_id), LONGEST_PROMPT_ID_CHARS
         ),
@@ -155,7 +123,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
         deadline_s=require_timestamp("deadline", request.deadline)
         if request.HasField("deadline")
         else None,
-        hardware_tags=_tags("hardware_tags", request.hardware_tags),
+        hardware_tags=tags_of("hardware_tags", request.hardware_tags),
         pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
         job_id=optional_identifier("job_id", request.job_id),
     )
@@ -164,7 +132,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
 def step_requested(request: pb.ScheduleStepRequest) -> ev.StepRequested:
     return ev.StepRequested(
         request_id=identifier("request_id", request.request_id),
-        trajectory_id=_trajectory_id(request.trajectory_id),
+        trajectory_id=trajectory_id_of(request.trajectory_id),
         turn=non_negative("turn", request.turn),
         context_tokens=positive("context_tokens", request.context_tokens),
         max_new_tokens=positive("max_new_tokens", request.max_new_tokens),
@@ -187,138 +155,10 @@ def _client_times(message: pb.ClientTimes) -> ClientTimes:
 def trajectory_closed(request: pb.CloseTrajectoryRequest) -> ev.TrajectoryClosed:
     return ev.TrajectoryClosed(
         request_id=identifier("request_id", request.request_id),
-        trajectory_id=_trajectory_id(request.trajectory_id),
+        trajectory_id=trajectory_id_of(request.trajectory_id),
         outcome=value_of(Outcome, "outcome", pb.Outcome, request.outcome),
         reward=finite("reward", request.reward) if request.HasField("reward") else None,
         client_times=_client_times(request.times) if request.HasField("times") else None,
-    )
-
-
-def switch_requested(request: pb.SwitchEngineRequest) -> ev.SwitchRequested:
-    return ev.SwitchRequested(
-        request_id=identifier("request_id", request.request_id),
-        trajectory_id=_trajectory_id(request.trajectory_id),
-        expected_revision=non_negative("expected_revision", request.expected_revision),
-        target_engine_id=identifier("target_engine_id", request.target_engine_id),
-    )
-
-
-def drain_set(request: pb.DrainEngineRequest) -> ev.DrainSet:
-    return ev.DrainSet(identifier("engine_id", request.engine_id), not request.undo)
-
-
-def policy_set(request: pb.SetPolicyRequest) -> ev.PolicySet:
-    require(request.HasField("policy"), "policy", "must be set")
-    return ev.PolicySet(_policy(request.policy))
-
-
-def _weight(weight: float) -> float:
-    """Return a checked weight of a job, or 0 for none."""
-    in_range = weight == 0.0 or LEAST_WEIGHT <= weight <= LARGEST_WEIGHT
-    require(
-        in_range,
-        "weight",
-        f"must be from {LEAST_WEIGHT:g} to {LARGEST_WEIGHT:g}, or 0 for 1, is {weight:g}",
-    )
-    return weight
-
-
-def _policy(message: pb.Policy) -> Policy:
-    """Return the core's policy. The objective may stay unspecified: it is makespan then."""
-    served = message.replanning in (pb.REPLANNING_UNSPECIFIED, pb.REPLANNING_RESOLVE)
-    require(served, "policy.replanning", "must be REPLANNING_RESOLVE: a mesh serves no other rule")
-    usual: dict[str, int] = {"objective": pb.OBJECTIVE_MAKESPAN}
-    choices: dict[str, Any] = {
-        name: value_of(
-            kind, f"policy.{name}", message_enum, getattr(message, name) or usual.get(name, 0)
-        )
-        for name, (kind, message_enum) in _CHOICES.items()
-    }
-    return Policy(**choices, **fields_of(message, _SWITCHES))
-
-
-def weights_set(request: pb.SetWeightsRequest) -> ev.WeightsSet:
-    """Return the event that sets the weights that every engine is to serve."""
-    return ev.WeightsSet(identifier("weight_version", request.weight_version), request.model_path)
-
-
-def weights_message(desired: WeightsRecord | None, engines: Iterable[EngineRecord]) -> pb.Weights:
-    """Return the desired weights, and how far each engine is."""
-
-    def state(engine: EngineRecord) -> pb.WeightsState.ValueType:
-        if not engine.behind:
-            return pb.WEIGHTS_STATE_CURRENT
-        return pb.WEIGHTS_STATE_FAILED if engine.load_error else pb.WEIGHTS_STATE_BEHIND
-
-    return pb.Weights(
-        weight_version=desired.weight_version if desired is not None else "",
-        model_path=desired.model_path if desired is not None else "",
-        engines=[
-            pb.EngineWeights(
-                engine_id=engine.spec.engine_id,
-                weight_version=engine.spec.weight_version,
-                state=state(engine),
-                error=engine.load_error,
-            )
-            for engine in engines
-        ],
-    )
-
-
-def engine_registered(request: pb.RegisterEngineRequest, lease_id: str) -> ev.EngineRegistered:
-    """Return the event that registers an engine. Without a decode curve the engine has the default
-    one."""
-    request_id = identifier("request_id", request.request_id)
-    require(request.HasField("info"), "info", "must be set")
-    info = request.info
-    identifier("info.engine_id", info.engine_id)
-    sizes = {name: non_negative(f"info.{name}", getattr(info, name)) for name in _SIZES}
-    spec = EngineSpec(
-        engine_id=info.engine_id,
-        address=endpoint("info.address", info.address),
-        model=info.model,
-        weight_version=info.weight_version,
-        slot_limit=positive("info.slot_limit", info.slot_limit),
-        kv_transfer=KvTransfer.STORAGE
-        if info.kv_transfer == engine_pb2.KV_TRANSFER_STORAGE
-        else KvTransfer.PREFILL,
-        hardware_tags=_tags("info.hardware_tags", info.hardware_tags),
-        decode_curve=_decode_curve("info.decode_curve", info.decode_curve),
-        url=_http_url("info.url", info.url),
-        **{**sizes, "tensor_parallel": max(1, info.tensor_parallel)},
-    )
-    return ev.EngineRegistered(request_id, lease_id, spec)
-
-
-def _http_url(name: str, url: str) -> str:
-    """Return a checked HTTP URL, which may be empty."""
-    require(
-        not url or url.startswith(("http://", "https://")),
-        name,
-        "must begin with http:// or https://",
-    )
-    return at_most(name, url, LONGEST_URL_CHARS)
-
-
-def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
-    lease_id, engine_id = (
-        identifier("lease_id", request.lease_id),
-        identifier("engine_id", request.engine_id),
-    )
-    given = request.HasField("decode_curve")
-    curve = _decode_curve("decode_curve", request.decode_curve) if given else None
-    if not request.HasField("load"):
-        return ev.LeaseRenewed(lease_id, engine_id, decode_curve=curve)
-    for name in _MEASURES:
-        non_negative(f"load.{name}", getattr(request.load, name))
-    measured_s = require_timestamp("load.measured_at", request.load.measured_at)
-    load = EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s)
-    return ev.LeaseRenewed(lease_id, engine_id, load, curve)
-
-
-def engine_deregistered(request: pb.DeregisterEngineRequest) -> ev.EngineDeregistered:
-    return ev.EngineDeregistered(
-        identifier("lease_id", request.lease_id), identifier("engine_id", request.engine_id)
     )
 
 
@@ -339,10 +179,6 @@ def ticket_message(ticket: TicketRecord) -> Ticket:
         job_weight=ticket.weight,
         waited=duration(ticket.waited_s),
     )
-
-
-def job_use(use: JobUse) -> pb.JobUse:
-    return pb.JobUse(**fields_of(use, _JOB_USE))
 
 
 def trajectory_message(record: TrajectoryRecord) -> pb.Trajectory:
@@ -390,39 +226,16 @@ def history_message(
     }
 
 
-def policy_message(policy: Policy) -> pb.Policy:
-    choices = {
-        name: number_of(getattr(policy, name), message_enum)
-        for name, (_, message_enum) in _CHOICES.items()
-    }
-    return pb.Policy(**choices, **fields_of(policy, _SWITCHES))
-
-
-def registered_engine(record: EngineRecord, trajectories: int) -> pb.RegisteredEngine:
-    """Return an engine with its registration. trajectories: the number of open ones on the
-    engine."""
-    load = record.load
-    return pb.RegisteredEngine(
-        info=engine_info(record.spec),
-        lease_expires_at=timestamp(record.lease_expires_s),
-        trajectories=trajectories,
-        draining=record.draining,
-        load=engine_pb2.Load(**fields_of(load, _LOAD), measured_at=timestamp(load.measured_s))
-        if load
-        else None,
-    )
-
-
 def engine_info(spec: EngineSpec) -> engine_pb2.EngineInfo:
     return engine_pb2.EngineInfo(
-        **fields_of(spec, (*_DECLARED, *_SIZES)),
+        **fields_of(spec, (*_DECLARED, *SIZES)),
         kv_transfer=number_of(spec.kv_transfer, engine_pb2.KvTransfer),
         decode_curve=curve_message(spec.decode_curve),
     )
 
 
 def curve_message(curve: DecodeCurve) -> engine_pb2.DecodeCurve:
-    return engine_pb2.DecodeCurve(**fields_of(curve, _CURVE))
+    return engine_pb2.DecodeCurve(**fields_of(curve, CURVE))
 
 
 def quantiles(estimate: Estimate) -> Quantiles:
@@ -433,23 +246,166 @@ def fields_of(source: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}
 
 
-def _decode_curve(field: str, message: engine_pb2.DecodeCurve) -> DecodeCurve:
-    """Return a checked decode curve, with default figures for those that are not known."""
-    figures = {name: non_negative(f"{field}.{name}", getattr(message, name)) for name in _CURVE}
-    prefill = figures["prefill_tokens_per_s"] or DEFAULT_PREFILL_TOKENS_PER_S
-    known = figures if message.base_s + message.per_sequence_s > 0 else {}
-    return DecodeCurve(**{**known, "prefill_tokens_per_s": prefill})
-
-
-def _trajectory_id(value: str) -> str:
+def trajectory_id_of(value: str) -> str:
     return at_most("trajectory_id", identifier("trajectory_id", value), LONGEST_TRAJECTORY_ID_CHARS)
 
 
-def _tags(field: str, tags: Iterable[str]) -> tuple[str, ...]:
-    return _identifiers(field, tags, MOST_HARDWARE_TAGS)
+def tags_of(field: str, tags: Iterable[str]) -> tuple[str, ...]:
+    return identifiers(field, tags, MOST_HARDWARE_TAGS)
 
 
-def _identifiers(field: str, given: Iterable[str], most: int) -> tuple[str, ...]:
+def identifiers(field: str, given: Iterable[str], most: int) -> tuple[str, ...]:
     values = tuple(identifier(f"{field}[{index}]", value) for index, value in enumerate(given))
     require(len(values) <= most, field, f"must be at most {most}, are {len(values)}")
     return values
+
+
+def predictions_request(
+    asks: Iterable[act.AskPrediction], traceparent: Callable[[str], str]
+) -> predictor_pb2.BatchPredictRemainingRequest:
+    """Return the request for several predictions. traceparent: from a trajectory's id to its trace,
+    or an empty text."""
+    return predictor_pb2.BatchPredictRemainingRequest(
+        queries=[
+            predictor_pb2.Query(
+                **fields_of(record, QUERY),
+                turn=record.next_turn,
+                context_tokens=record.context_tokens or record.prompt_tokens,
+                tool_time=duration(record.tools_s),
+                traceparent=traceparent(record.trajectory_id),
+            )
+            for record in (ask.record for ask in asks)
+        ]
+    )
+
+
+def predictions_arrived(
+    asks: Sequence[act.AskPrediction], response: predictor_pb2.BatchPredictRemainingResponse
+) -> list[ev.PredictionArrived]:
+    """Return the events of the answers, in the order of the requests. Raises ValueError where their
+    numbers differ, or one is no quantiles."""
+    return [
+        ev.PredictionArrived(
+            ask.record.trajectory_id,
+            Prediction(
+                turn=ask.record.next_turn,
+                gen_tokens=ask.record.gen_tokens,
+                remaining_tokens=_estimate(answer.remaining_tokens),
+                remaining_turns=_estimate(answer.remaining_turns)
+                if answer.HasField("remaining_turns")
+                else None,
+                remaining_tool_s=_estimate(answer.remaining_tool_s)
+                if answer.HasField("remaining_tool_s")
+                else None,
+                remaining_observed_tokens=(
+                    _estimate(answer.remaining_observed_tokens)
+                    if answer.HasField("remaining_observed_tokens")
+                    else None
+                ),
+                model_version=answer.model_version,
+                learned=answer.estimator == predictor_pb2.ESTIMATOR_MODEL,
+            ),
+        )
+        for ask, answer in zip(asks, response.predictions, strict=True)
+    ]
+
+
+def event_of(fact: facts_pb2.Fact) -> ev.Event | None:
+    """Return the event that a fact becomes; None for a kind that is not subscribed to."""
+    match fact.WhichOneof("fact"):
+        case "step_preempted":
+            preempted = fact.step_preempted
+            step, by = preempted.step, preempted.by_ticket_id
+            return ev.StepPreempted(step.trajectory_id, step.ticket_id, preempted.output_tokens, by)
+        case "step_finished":
+            finished = fact.step_finished
+            return ev.StepFinished(
+                trajectory_id=finished.step.trajectory_id,
+                ticket_id=finished.step.ticket_id,
+                turn=finished.step.turn,
+                context_tokens=finished.context_tokens,
+                output_tokens=max(0, finished.output_tokens),
+                times=_step_times(finished.timing),
+            )
+        case "tool_started":
+            return ev.ToolStarted(
+                fact.tool_started.trajectory_id, max(0.0, seconds(fact.tool_started.expected_time))
+            )
+        case "tool_finished":
+            return ev.ToolFinished(fact.tool_finished.trajectory_id)
+        case "migration_ended":
+            ended = fact.migration_ended
+            # A move that was given up before it began had waited for its engines, which does not
+            # show their speed.
+            measured = ended.HasField("started_at") and (
+                ended.moved or ended.failure_reason == "GAVE_UP"
+            )
+            return ev.MoveEnded(
+                trajectory_id=ended.trajectory_id,
+                migration_id=ended.migration_id,
+                moved=ended.moved,
+                reason=ended.failure_reason,
+                took_s=max(0.0, seconds(ended.elapsed)) if measured else 0.0,
+            )
+        case "weights_updated":
+            return ev.WeightsUpdated(
+                fact.weights_updated.engine_id, fact.weights_updated.weight_version
+            )
+        case "group_settled":
+            settled = fact.group_settled
+            return ev.GroupSettled(settled.rollout_id, settled.prompt_id, settled.samples)
+        case _:
+            return None
+
+
+def fact_of(action: Announcement) -> facts_pb2.Fact:
+    """Return the fact to publish for an announcement."""
+    match action:
+        case act.AnnounceOpened(record):
+            return make_fact(
+                SOURCE, trajectory_opened=facts_pb2.TrajectoryOpened(**fields_of(record, IDENTITY))
+            )
+        case act.AnnounceClosed(record, outcome):
+            closed = facts_pb2.TrajectoryClosed(
+                **fields_of(record, IDENTITY),
+                outcome=number_of(outcome, pb.Outcome),
+                gen_tokens=record.gen_tokens,
+                turns=record.next_turn,
+                observed_tokens=record.observed_tokens,
+                tool_time=duration(record.tools_s),
+                ledger=ledger_message(record, record.ledger, record.touched_s),
+            )
+            fact = make_fact(SOURCE, trajectory_closed=closed)
+            # The id is the same at each try, so that consumers drop a repeat.
+            fact.fact_id = f"closed.{record.trajectory_id}.{record.open_request_id}"
+            return fact
+        case act.AnnouncePredicted(record):
+            predicted = facts_pb2.TrajectoryPredicted(trajectory_id=record.trajectory_id)
+            if record.prediction is not None:
+                predicted.turn = record.prediction.turn
+                predicted.remaining_tokens.CopyFrom(quantiles(record.prediction.remaining_tokens))
+                predicted.model_version = record.prediction.model_version
+                predicted.learned = record.prediction.learned
+            return make_fact(SOURCE, trajectory_predicted=predicted)
+        case act.AnnounceEngineJoined(spec):
+            return make_fact(SOURCE, engine_joined=facts_pb2.EngineJoined(info=engine_info(spec)))
+        case act.AnnounceEngineLost(engine_id, reason):
+            return make_fact(
+                SOURCE, engine_lost=facts_pb2.EngineLost(engine_id=engine_id, reason=reason)
+            )
+
+
+def _step_times(timing: engine_pb2.StepTiming) -> StepTimes:
+    """Return the parts of a step's time, of which `queue` has all waits."""
+    waits = seconds(timing.preempted) + seconds(timing.weights)
+    return StepTimes(
+        queue_s=max(0.0, seconds(timing.queue) - waits),
+        prefill_s=seconds(timing.prefill),
+        decode_s=seconds(timing.decode),
+        preempted_s=seconds(timing.preempted),
+        weights_s=seconds(timing.weights),
+    )
+
+
+def _estimate(message: Quantiles) -> Estimate:
+    return Estimate(message.p10, message.p50, message.p90)

@@ -32,9 +32,10 @@ from treadle_core.model import (
     TrajectoryRecord,
     WeightsRecord,
 )
-from treadle_runtime.buckets import entries_of, kv_key, purge_markers
+from treadle_runtime.buckets import entries_of, purge_markers
+from treadle_runtime.bus import kv_key
 
-from treadle_scheduler.convert_peers import event_of
+from treadle_scheduler.convert import event_of
 from treadle_scheduler.lease import LEADER_KEY, Lease, NotLeader
 
 log = structlog.get_logger()

@@ -13,8 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from opentelemetry import propagate, trace
 from treadle_core import actions as act
 from treadle_core.controller import Controller
-from treadle_core.ledger import LEDGER_PARTS
-from treadle_core.model import TrajectoryRecord
+from treadle_core.model import LEDGER_PARTS, TrajectoryRecord
 from treadle_runtime import telemetry
 
 MOST_TRACES = 65_536  # contexts, about 30 MB; more trajectories than one scheduler has open

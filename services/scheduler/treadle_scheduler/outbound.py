@@ -33,7 +33,7 @@ from treadle_core.events import (
 from treadle_runtime.bus import Bus
 from treadle_runtime.telemetry import Tracing
 
-from treadle_scheduler import convert_peers as convert
+from treadle_scheduler import convert, convert_engines
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.metrics import Metrics, Traces
 
@@ -233,10 +233,10 @@ class Outbound:
             began_s = time.monotonic()
             try:
                 response = await placement.PlanPlacement(
-                    convert.plan_request(ask), timeout=PLAN_TIMEOUT_S
+                    convert_engines.plan_request(ask), timeout=PLAN_TIMEOUT_S
                 )
-                event = convert.plan_arrived(ask, response)
-                await self._bus.publish(convert.plan_fact(response))
+                event = convert_engines.plan_arrived(ask, response)
+                await self._bus.publish(convert_engines.plan_fact(response))
             except (grpc.aio.AioRpcError, ValueError) as error:
                 log.warning("no plan", trajectories=len(ask.work), error=_brief(error))
             if self._metrics is not None:
@@ -244,7 +244,7 @@ class Outbound:
         self.handle(event)
 
     async def _reprioritize(self, address: str, changes: list[tuple[str, float]]) -> None:
-        request = convert.reprioritize_request(changes, uuid.uuid4().hex)
+        request = convert_engines.reprioritize_request(changes, uuid.uuid4().hex)
         try:
             await EngineServiceStub(self._connect(address, "sidecar")).Reprioritize(
                 request, timeout=COMMAND_TIMEOUT_S
@@ -273,26 +273,27 @@ class Outbound:
             case act.StartMigration():
                 migrator = MigratorServiceStub(self._connect(address, "migrator"))
                 accepted = await migrator.StartMigration(
-                    convert.migration_request(command), timeout=COMMAND_TIMEOUT_S
+                    convert_engines.migration_request(command), timeout=COMMAND_TIMEOUT_S
                 )
-                self.handle(convert.move_accepted(command, accepted))
+                self.handle(convert_engines.move_accepted(command, accepted))
             case act.CancelMigration(_, migration_id):
                 migrator = MigratorServiceStub(self._connect(address, "migrator"))
                 await migrator.CancelMigration(
-                    convert.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S
+                    convert_engines.cancel_request(migration_id), timeout=COMMAND_TIMEOUT_S
                 )
             case act.AbortStep():
                 engine = EngineServiceStub(self._connect(address, "sidecar"))
-                await engine.Abort(convert.abort_request(command), timeout=COMMAND_TIMEOUT_S)
+                abort = convert_engines.abort_request(command)
+                await engine.Abort(abort, timeout=COMMAND_TIMEOUT_S)
             case act.AskStep(ticket):
-                ask = convert.reprioritize_request(
+                ask = convert_engines.reprioritize_request(
                     [(ticket.ticket_id, ticket.priority)], uuid.uuid4().hex
                 )
                 engine = EngineServiceStub(self._connect(address, "sidecar"))
                 if (await engine.Reprioritize(ask, timeout=COMMAND_TIMEOUT_S)).unknown_ticket_ids:
                     self.handle(StepUnknown(ticket.trajectory_id, ticket.ticket_id))
             case act.ReleasePrefix():
-                release = convert.release_request(command, uuid.uuid4().hex)
+                release = convert_engines.release_request(command, uuid.uuid4().hex)
                 await EngineServiceStub(self._connect(address, "sidecar")).ReleasePrefix(
                     release, timeout=COMMAND_TIMEOUT_S
                 )
@@ -301,12 +302,12 @@ class Outbound:
         (load,) = loads
         try:
             await EngineServiceStub(self._connect(address, "sidecar")).UpdateWeights(
-                convert.update_request(load, uuid.uuid4().hex), timeout=LOAD_TIMEOUT_S
+                convert_engines.update_request(load, uuid.uuid4().hex), timeout=LOAD_TIMEOUT_S
             )
             self.handle(WeightsUpdated(load.engine_id, load.weight_version))
         except grpc.aio.AioRpcError as error:
             log.warning("weights were not loaded", engine_id=load.engine_id, error=_brief(error))
-            self.handle(convert.load_failed(load, error))
+            self.handle(convert_engines.load_failed(load, error))
 
     def _refuse_move(self, command: act.StartMigration) -> None:
         self.handle(MoveEnded(command.trajectory_id, move_id=command.move_id, reason="NOT_STARTED"))

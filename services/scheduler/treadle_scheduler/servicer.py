@@ -7,13 +7,11 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.fields import duration, identifier, optional_identifier, page_of
+from treadle_runtime.fields import duration, identifier, optional_identifier, owner_of, page_of
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.identity.callers import tenant_of
-from treadle_runtime.identity.seals import Sealer
-from treadle_runtime.identity.tenants import owner_of
+from treadle_runtime.identity import Sealer, tenant_of
 
-from treadle_scheduler import convert
+from treadle_scheduler import convert, convert_engines
 from treadle_scheduler.config import SchedulerSettings
 from treadle_scheduler.driver import POLICY_KEY, Driver, engine_key, job_key, trajectory_key
 from treadle_scheduler.lease import Lease, NotLeader
@@ -50,7 +48,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._has_state = True
 
     async def OpenJob(self, request: pb.OpenJobRequest, context: Any) -> pb.OpenJobResponse:
-        event = convert.job_opened(request)
+        event = convert_engines.job_opened(request)
         await self._driver.request(event, job_key(event.job_id))
         return pb.OpenJobResponse(
             job_id=event.job_id,
@@ -59,19 +57,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def RenewJob(self, request: pb.RenewJobRequest, context: Any) -> pb.RenewJobResponse:
-        event = convert.job_renewed(request)
+        event = convert_engines.job_renewed(request)
         await self._driver.request(event, job_key(event.job_id))
         return pb.RenewJobResponse(lease_ttl=duration(self._settings.job_lease_s))
 
     async def CloseJob(self, request: pb.CloseJobRequest, context: Any) -> pb.CloseJobResponse:
-        event = convert.job_closed(request)
+        event = convert_engines.job_closed(request)
         await self._driver.request(event, job_key(event.job_id))
         return pb.CloseJobResponse()
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
         tenant = tenant_of(context)
         jobs = (use for use in self._controller.jobs() if tenant in (None, owner_of(use.job)))
-        return pb.ListJobsResponse(jobs=map(convert.job_use, jobs))
+        return pb.ListJobsResponse(jobs=map(convert_engines.job_use, jobs))
 
     async def OpenTrajectory(
         self, request: pb.OpenTrajectoryRequest, context: Any
@@ -139,14 +137,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def SwitchEngine(
         self, request: pb.SwitchEngineRequest, context: Any
     ) -> pb.SwitchEngineResponse:
-        event = convert.switch_requested(request)
+        event = convert_engines.switch_requested(request)
         await self._driver.request(event, trajectory_key(event.trajectory_id))
         return pb.SwitchEngineResponse(revision=event.expected_revision + 1)
 
     async def RegisterEngine(
         self, request: pb.RegisterEngineRequest, context: Any
     ) -> pb.RegisterEngineResponse:
-        event = convert.engine_registered(request, uuid.uuid4().hex)
+        event = convert_engines.engine_registered(request, uuid.uuid4().hex)
         await self._driver.request(event, engine_key(event.spec.engine_id))
         record = self._controller.engine(event.spec.engine_id)
         assert record is not None, "it has just been registered"
@@ -157,14 +155,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RenewEngineLease(
         self, request: pb.RenewEngineLeaseRequest, context: Any
     ) -> pb.RenewEngineLeaseResponse:
-        await self._driver.request(convert.lease_renewed(request))
+        await self._driver.request(convert_engines.lease_renewed(request))
         return pb.RenewEngineLeaseResponse(lease_ttl=duration(self._settings.lease_ttl_s))
 
     @answered_once
     async def DeregisterEngine(
         self, request: pb.DeregisterEngineRequest, context: Any
     ) -> pb.DeregisterEngineResponse:
-        await self._driver.request(convert.engine_deregistered(request))
+        await self._driver.request(convert_engines.engine_deregistered(request))
         return pb.DeregisterEngineResponse()
 
     async def ListEngines(
@@ -172,7 +170,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> pb.ListEnginesResponse:
         return pb.ListEnginesResponse(
             engines=[
-                convert.registered_engine(record, self._controller.open_on(record.spec.engine_id))
+                convert_engines.registered_engine(
+                    record, self._controller.open_on(record.spec.engine_id)
+                )
                 for record in self._controller.engines()
             ]
         )
@@ -181,22 +181,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def DrainEngine(
         self, request: pb.DrainEngineRequest, context: Any
     ) -> pb.DrainEngineResponse:
-        await self._driver.request(convert.drain_set(request), POLICY_KEY)
+        await self._driver.request(convert_engines.drain_set(request), POLICY_KEY)
         return pb.DrainEngineResponse(trajectories=self._controller.open_on(request.engine_id))
 
     @answered_once
     async def SetPolicy(self, request: pb.SetPolicyRequest, context: Any) -> pb.SetPolicyResponse:
-        await self._driver.request(convert.policy_set(request))
-        return pb.SetPolicyResponse(policy=convert.policy_message(self._controller.policy))
+        await self._driver.request(convert_engines.policy_set(request))
+        return pb.SetPolicyResponse(policy=convert_engines.policy_message(self._controller.policy))
 
     async def GetPolicy(self, request: pb.GetPolicyRequest, context: Any) -> pb.GetPolicyResponse:
-        return pb.GetPolicyResponse(policy=convert.policy_message(self._controller.policy))
+        return pb.GetPolicyResponse(policy=convert_engines.policy_message(self._controller.policy))
 
     @answered_once
     async def SetWeights(
         self, request: pb.SetWeightsRequest, context: Any
     ) -> pb.SetWeightsResponse:
-        await self._driver.request(convert.weights_set(request), POLICY_KEY)
+        await self._driver.request(convert_engines.weights_set(request), POLICY_KEY)
         return pb.SetWeightsResponse(weights=self._weights())
 
     async def GetWeights(
@@ -218,7 +218,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     def _weights(self) -> pb.Weights:
-        return convert.weights_message(self._controller.desired_weights, self._controller.engines())
+        return convert_engines.weights_message(
+            self._controller.desired_weights, self._controller.engines()
+        )
 
     def _trajectory(self, trajectory_id: str) -> pb.Trajectory:
         record, now = self._controller.trajectory(trajectory_id), self._driver.now

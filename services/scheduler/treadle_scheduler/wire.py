@@ -13,10 +13,9 @@ from typing import Any, cast
 
 import structlog
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
-from treadle_core import compiled, refusals
+from treadle_core import compiled, planning, refusals
 from treadle_core.controller import Controller
 from treadle_core.model import TREADLE_POLICY
-from treadle_core.planning import snapshot
 from treadle_core.tuning import Tuning
 from treadle_runtime.errors import (
     AlreadyExists,
@@ -29,11 +28,11 @@ from treadle_runtime.errors import (
     Unavailable,
 )
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.identity.seals import Sealer
+from treadle_runtime.identity import Sealer
 from treadle_runtime.server import Runtime, Turn, Wiring
 
 from treadle_scheduler.config import SchedulerSettings
-from treadle_scheduler.convert_peers import SUBSCRIBED_KINDS
+from treadle_scheduler.convert import SUBSCRIBED_KINDS
 from treadle_scheduler.driver import POLICY_KEY, Driver, MeshRecord, StepHeld, Store, steady_clock
 from treadle_scheduler.lease import Lease, NotLeader
 from treadle_scheduler.metrics import Metrics, Traces
@@ -193,7 +192,7 @@ async def warm_up() -> None:
 
 def compile_kernels() -> None:
     """Run the kernels of re-planning once."""
-    snapshot.warm_up()
+    planning.warm_up()
 
 
 def tuning_of(settings: SchedulerSettings) -> Tuning:

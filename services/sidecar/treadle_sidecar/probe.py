@@ -1,6 +1,6 @@
 """Probe an engine without steps: measure its decode curve, and find out whether it still generates.
 
-The curve is learned from all that runs on the engine (`treadle_core.engine_queue.curves`). A probe
+The curve is learned from all that runs on the engine (`treadle_core.engine_queue.pace`). A probe
 is work from which the curve can be fitted: a few requests alone, half and all of the slots at once,
 at three lengths of context, and twice more alone, at longer ones where the engine is fast. There is
 one at the start, so that the first plan has a curve, and one after each change that the engine's
@@ -12,7 +12,7 @@ tokens, which its requests share, so that the engine computes its tokens once, a
 is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or load
 counts them.
 
-The other probe requests one token (`treadle_core.engine_queue.progress` decides when), because
+The other probe requests one token (`treadle_core.engine_queue.pace` decides when), because
 SGLang answers questions without the process that generates. A pause waits for it, as the device of
 a paused engine may be a trainer's.
 """
@@ -28,8 +28,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
 import structlog
-from treadle_core.engine_queue.curves import MeasuredCurve
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, MeasuredCurve
 from treadle_runtime.errors import TreadleError
 from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused, EngineRequest
 

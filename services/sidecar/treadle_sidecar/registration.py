@@ -15,7 +15,7 @@ from treadle.connection import finish
 from treadle.engine.v1.engine_pb2 import DecodeCurve, EngineInfo, Load
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle_runtime.fields import seconds
-from treadle_runtime.identity.seals import SealCheck
+from treadle_runtime.identity import SealCheck
 
 from treadle_sidecar.engine.watch import EngineWatch
 

@@ -10,8 +10,9 @@ and its acknowledgement; a slot is free again only after the engine has ended th
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Callable
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -30,7 +31,6 @@ from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 
 from treadle_sidecar.convert import StepFacts
 from treadle_sidecar.engine.watch import EngineWatch, engine_lost
-from treadle_sidecar.prefixes import BLOCK_TOKENS, Contexts, hash_blocks
 from treadle_sidecar.step import (
     ABORTED,
     LENGTH,
@@ -52,6 +52,10 @@ BIN_S = 0.25
 # until the stream ends.
 REPEAT_ABORT_S = 0.25
 RETRY_FULL_QUEUE_S = 1.0  # about the time of a short step
+CONTEXT_LIMIT_TOKENS = 32 * 1024 * 1024  # 128 MiB of int32; a thousand trajectories of 32k tokens
+BLOCK_TOKENS = 64  # of a context, that are compared at once
+# of which it is known that the engine has read them: 8 M tokens, more than most engines hold
+MOST_BLOCKS = 131_072
 
 
 class LoadMeter:
@@ -74,6 +78,73 @@ class LoadMeter:
     def _forget(self, now: float) -> None:
         while self._bins and self._bins[0][0] < now - WINDOW_S:
             self._bins.popleft()
+
+
+class Contexts:
+    """Last context (prompt and output) that this sidecar saw of each trajectory, for another
+    sidecar to fetch; and the blocks that the engine has read, of any trajectory's contexts.
+
+    Beyond `limit_tokens` in all, and beyond MOST_BLOCKS, the least recently used are forgotten.
+    """
+
+    def __init__(self, limit_tokens: int = CONTEXT_LIMIT_TOKENS) -> None:
+        self._limit_tokens = limit_tokens
+        self._tokens = 0
+        self._contexts: OrderedDict[str, tuple[array[int], float]] = OrderedDict()
+        # of each block, a hash of all tokens up to its end
+        self._read: OrderedDict[int, None] = OrderedDict()
+
+    def remember(self, trajectory_id: str, context: "array[int]") -> None:
+        """Replace the trajectory's context, which the engine has read."""
+        self.note_read(hash_blocks(context))
+        self.forget(trajectory_id)
+        self._contexts[trajectory_id] = context, time.monotonic()
+        self._tokens += len(context)
+        while self._tokens > self._limit_tokens and len(self._contexts) > 1:
+            _, (dropped, _) = self._contexts.popitem(last=False)
+            self._tokens -= len(dropped)
+
+    def get(self, trajectory_id: str) -> "array[int] | None":
+        """Return the trajectory's context; None where it was never here, or was forgotten."""
+        if trajectory_id not in self._contexts:
+            return None
+        self._contexts.move_to_end(trajectory_id)
+        return self._contexts[trajectory_id][0]
+
+    def note_read(self, blocks: Sequence[int]) -> None:
+        """Note that the engine has read these blocks of a context (`hash_blocks`)."""
+        for block in blocks:
+            self._read[block] = None
+            self._read.move_to_end(block)
+        while len(self._read) > MOST_BLOCKS:
+            self._read.popitem(last=False)
+
+    def count_read(self, blocks: Sequence[int]) -> int:
+        """Return how many blocks at the beginning of a context the engine has read, as far as is
+        known here: it may have dropped their KV since."""
+        return next((at for at in range(len(blocks), 0, -1) if blocks[at - 1] in self._read), 0)
+
+    def forget_read(self) -> None:
+        """Forget all blocks, since the engine has lost its KV or has other weights."""
+        self._read.clear()
+
+    def age_s(self, trajectory_id: str) -> float:
+        """Return the seconds since the context, which must be here, was remembered."""
+        return time.monotonic() - self._contexts[trajectory_id][1]
+
+    def forget(self, trajectory_id: str) -> None:
+        """Forget the trajectory's context, if it is here."""
+        self._tokens -= len(self._contexts.pop(trajectory_id, ((), 0.0))[0])
+
+
+def hash_blocks(context: "array[int]") -> list[int]:
+    """Return a number for each whole block of BLOCK_TOKENS, of all tokens up to its end; the same
+    tokens give the same number in this process."""
+    blocks, known = [], 0
+    for end in range(BLOCK_TOKENS, len(context) + 1, BLOCK_TOKENS):
+        known = hash((known, context[end - BLOCK_TOKENS : end].tobytes()))
+        blocks.append(known)
+    return blocks
 
 
 class StepRunner:

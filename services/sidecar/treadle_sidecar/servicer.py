@@ -15,7 +15,7 @@ from treadle.engine.v1 import engine_pb2_grpc
 from treadle_runtime.errors import FailedPrecondition, PermissionDenied
 from treadle_runtime.fields import duration, finite, identifier, non_empty, require, seconds
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.identity.seals import SealCheck
+from treadle_runtime.identity import SealCheck
 
 from treadle_sidecar import convert
 from treadle_sidecar.prefixes import Prefixes

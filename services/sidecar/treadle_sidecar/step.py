@@ -21,9 +21,8 @@ from typing import Any, Literal, TypeAlias
 from treadle.common.v1.tokens_pb2 import Logprobs, SamplingParams, TokenIds, VersionSpan
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle_runtime.errors import TreadleError
-from treadle_runtime.fields import duration, require, timestamp
+from treadle_runtime.fields import duration, like, owner_of, require, timestamp
 from treadle_runtime.http.sglang import EngineChunk, EngineClient, EngineRequest, sglang_sampling
-from treadle_runtime.identity.tenants import like, owner_of
 
 from treadle_sidecar.engine.watch import EngineProfile
 
@@ -264,7 +263,7 @@ class RunningStep:
             False  # a stop string across a cut: what the engine samples beyond it is dropped
         )
         self.waiting_since = now
-        # of the context of the next attempt, as `prefixes.hash_blocks` has them
+        # of the context of the next attempt, as `runner.hash_blocks` has them
         self.blocks: list[int] = []
         self._error: TreadleError | None = None
         self._wake = asyncio.Event()

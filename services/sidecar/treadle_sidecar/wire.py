@@ -1,7 +1,6 @@
 """Assemble the sidecar of one engine."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -9,39 +8,34 @@ from typing import cast
 from treadle.engine.v1 import engine_pb2
 from treadle.engine.v1.engine_pb2_grpc import add_EngineServiceServicer_to_server
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
-from treadle_core.engine_queue.curves import EngineWork, MeasuredCurve
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork, MeasuredCurve
 from treadle_core.engine_queue.preemptive_queue import QueuePolicy
-from treadle_core.engine_queue.progress import EngineProgress
-from treadle_core.model import DecodeCurve
-from treadle_runtime.fields import seconds, timestamp
+from treadle_runtime.fields import timestamp
 from treadle_runtime.http.sglang import EngineClient
 from treadle_runtime.idempotency import RequestRecords
-from treadle_runtime.identity.seals import SealCheck
+from treadle_runtime.identity import SealCheck
 from treadle_runtime.server import Runtime, Wiring
-from treadle_runtime.telemetry import Metrics
 
 from treadle_sidecar import convert
 from treadle_sidecar.config import SidecarSettings
 from treadle_sidecar.engine.watch import EngineNotes, EngineWatch, engine_lost
-from treadle_sidecar.prefixes import Contexts, Prefixes
+from treadle_sidecar.metrics import counting, watch_load
+from treadle_sidecar.prefixes import Prefixes
 from treadle_sidecar.probe import CurveProbe, GenerationProbe
 from treadle_sidecar.registration import Registration
-from treadle_sidecar.runner import StepRunner
+from treadle_sidecar.runner import Contexts, StepRunner
 from treadle_sidecar.servicer import EngineServicer, TicketBook
 from treadle_sidecar.weights import Weights
 
 
 async def wire(runtime: Runtime) -> Wiring:
     settings = cast(SidecarSettings, runtime.settings)
-    declared, measured = convert.declared_curve(settings), MeasuredCurve()
-
-    def known_curve() -> DecodeCurve | None:
-        return declared or measured.declared
-
+    declared = convert.declared_curve(settings)
+    measured = MeasuredCurve(declared)
     progress = EngineProgress(settings.engine_stall_s)
     notes = EngineNotes(EngineWork(measured.take), progress)
     engine = EngineClient(settings.engine_url, observer=notes)
-    watch = EngineWatch(engine, progress, known_curve)
+    watch = EngineWatch(engine, progress, measured.known)
     contexts = Contexts()
     facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)
     policy = QueuePolicy(
@@ -52,14 +46,21 @@ async def wire(runtime: Runtime) -> Wiring:
         min_run_tokens=settings.min_run_tokens,
     )
     runner = StepRunner(
-        engine, watch, runtime.bus, facts, contexts, policy, known_curve, counting(runtime.metrics)
+        engine,
+        watch,
+        runtime.bus,
+        facts,
+        contexts,
+        policy,
+        measured.known,
+        counting(runtime.metrics),
     )
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
     prefixes = Prefixes(engine, watch, contexts, storage, settings.export_wait_s, runtime.channel)
     weights = Weights(engine, watch, runner, prefixes, runtime.bus, facts, settings.push_timeout_s)
 
     def curve() -> engine_pb2.DecodeCurve | None:
-        return convert.curve_message(known_curve())
+        return convert.curve_message(measured.known())
 
     async def info() -> engine_pb2.EngineInfo:
         if watch.profile is None:
@@ -124,54 +125,3 @@ async def wire(runtime: Runtime) -> Wiring:
         tasks=tasks,
         close=engine.close,
     )
-
-
-def watch_load(metrics: Metrics, load: Callable[[], engine_pb2.Load]) -> None:
-    """Report the engine's state in the metrics from now on."""
-    gauges = (
-        ("running", "step", "Steps that run on the engine", "running_steps"),
-        ("waiting", "step", "Steps in the queue in front of the engine", "waiting_steps"),
-        ("slots", "step", "Steps that may run at once", "slot_limit"),
-        ("oldest_wait", "s", "Wait of the step that waits longest", "oldest_wait_s"),
-        ("kv.used", "token", "KV that running steps hold", "kv_tokens_used"),
-        ("kv.capacity", "token", "KV that the engine has room for", "kv_tokens_capacity"),
-        ("healthy", "engine", "1 while the engine generates, else 0", "engine_healthy"),
-    )
-    for noun, unit, what, field in gauges:
-        metrics.gauge(noun, unit, what, lambda field=field: getattr(load(), field) * 1)
-
-
-def counting(metrics: Metrics) -> Callable[[engine_pb2.StepFinished], None]:
-    """Return a function that counts and times each step that has ended (docs/metrics.md)."""
-    step_s = metrics.seconds("step", "Where the time of steps went, by part")
-    steps = metrics.total(
-        "steps", "step", "Steps by why they ended; one that ended with an error is not among them"
-    )
-    tokens = metrics.total("tokens", "token", "Sampled tokens")
-    cached = metrics.total("cached", "token", "Prompt tokens of steps whose KV was there")
-    preemptions = metrics.total("preemptions", "preemption", "Evictions of running steps")
-    resumed = metrics.total(
-        "resumed", "token", "Tokens that preempted steps sent again, by whether their KV was kept"
-    )
-
-    def count(finished: engine_pb2.StepFinished) -> None:
-        timing = finished.timing
-        waits_s = seconds(timing.preempted) + seconds(timing.weights)
-        step_s(max(0.0, seconds(timing.queue) - waits_s), {"part": "queue"})
-        for part in ("prefill", "decode", "preempted", "weights"):
-            step_s(seconds(getattr(timing, part)), {"part": part})
-        steps(
-            1,
-            {
-                "reason": engine_pb2.FinishReason.Name(finished.reason)
-                .removeprefix("FINISH_REASON_")
-                .lower()
-            },
-        )
-        tokens(sum(span.end_token - span.start_token for span in finished.version_spans))
-        cached(finished.cached_tokens)
-        preemptions(finished.preemptions)
-        resumed(finished.resumed_cached_tokens, {"kv": "kept"})
-        resumed(finished.resumed_prompt_tokens - finished.resumed_cached_tokens, {"kv": "lost"})
-
-    return count

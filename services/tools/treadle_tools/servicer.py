@@ -20,9 +20,8 @@ from treadle_core.tools.dispatcher import Dispatcher
 from treadle_core.tools.providers import BasicManager
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.errors import InvalidArgument, Unimplemented
-from treadle_runtime.fields import identifier, require
+from treadle_runtime.fields import identifier, like, require
 from treadle_runtime.idempotency import RequestRecords, answered_once
-from treadle_runtime.identity.tenants import like
 
 from treadle_tools import convert
 from treadle_tools.actions import Actions, Background

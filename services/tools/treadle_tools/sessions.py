@@ -30,7 +30,7 @@ from tenacity import (
     wait_fixed,
 )
 from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
-from treadle_runtime.identity.tenants import like
+from treadle_runtime.fields import like
 
 from treadle_tools.actions import Actions, Work
 from treadle_tools.backends import Backends

@@ -14,6 +14,9 @@ from treadle.environments.episode import (
     Task,
     ToolCall,
     Turn,
+    answer_of,
+    first_of,
+    read_tool_calls,
     user,
 )
 from treadle.environments.gym import Gym
@@ -21,10 +24,8 @@ from treadle.environments.mcp_server import McpServer
 from treadle.environments.play import EnvManager
 from treadle.environments.reasoning import ReasoningGym
 from treadle.environments.sandbox import Sandboxed
-from treadle.environments.tool_calls import read_tool_calls
 from treadle.environments.tools import Tool, ToolUse, mesh_tool, tool
 from treadle.environments.verifiers_tasks import VerifiersTasks
-from treadle.environments.words import answer_of, first_of
 
 __all__ = [
     "Chat",

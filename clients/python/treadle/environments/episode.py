@@ -1,5 +1,5 @@
 """Define the classes of an environment that a policy plays in words: tasks, episodes, turns and
-replies.
+replies; and read from a reply's text the action or the tool calls that it names.
 
 An Environment has tasks, one for each prompt of a rollout, and starts an episode of a task for each
 sample. An Episode decides what the policy reads, what a reply leads to, when it is over and what it
@@ -7,24 +7,40 @@ is worth. Messages are those of OpenAI's chat (`role`, `content`, and of tool re
 `tool_call_id`), as chat templates take them. EnvManager (play.py) makes tokens of them; no
 environment ever sees or makes a token.
 
+Two forms of tool calls are known: JSON between <tool_call> and </tool_call>, a call each (Hermes,
+Qwen), and a reply that is nothing but one call as JSON (Llama 3, whose first word may be
+<|python_tag|>). For another model, give EnvManager a `read_calls`.
+
 Invariants: an episode is used by one trajectory, one call at a time, and closed once. An exception
 of an episode fails its own trajectory alone.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from treadle.rewards import PendingReward
 from treadle.trajectory import Trajectory
-from treadle.types import Sampling, Step
+from treadle.types import Sampling, Step, ToolResult
 
 Message = Mapping[str, Any]
 # of OpenAI's chat: {"type": "function", "function": {name, description, parameters}}
 ToolSchema = Mapping[str, Any]
+A = TypeVar("A")
+ReadAction = Callable[[str], Any]  # of a reply's text; None where it names no action
+# Neither pattern reads a text twice, which a policy may repeat without end.
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+# Reasoning has no <think> where the chat template has written it.
+_REASONING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+# of json.loads: also numbers of 4,300 digits, and a thousand brackets
+_UNREADABLE = (ValueError, RecursionError)
 
 
 def user(text: str) -> Message:
@@ -133,3 +149,88 @@ class Environment(ABC):
 
     async def __aexit__(self, *_: object) -> None:
         return None
+
+
+def first_of(actions: Mapping[str, A]) -> Callable[[str], A | None]:
+    """Make a function that finds the first word of a text that names an action, in upper or lower
+    case.
+
+    Text within <think>, or before a </think> without a beginning, does not count. Raises ValueError
+    where there are no actions.
+    """
+    if not actions:
+        raise ValueError("actions must have a word at least, such as {'left': 0}")
+    longest_first = sorted(actions.items(), key=lambda item: len(item[0]), reverse=True)
+    words = "|".join(f"({re.escape(word)})" for word, _ in longest_first)
+    pattern = re.compile(rf"(?<!\w)(?:{words})(?!\w)", re.IGNORECASE)
+
+    def read(text: str) -> A | None:
+        found = pattern.search(_REASONING.sub(" ", text))
+        return longest_first[found.lastindex - 1][1] if found and found.lastindex else None
+
+    return read
+
+
+def answer_of(text: str) -> str:
+    """Return the text of the last <answer>, or else all of the text after its reasoning."""
+    tagged = _ANSWER.findall(text)
+    return (tagged[-1] if tagged else _REASONING.sub("", text)).strip()
+
+
+def read_tool_calls(text: str) -> list[ToolCall]:
+    """Return the calls of a reply, in order; none where it has none. A call that cannot be read has
+    an `error`."""
+    tagged = _CALL.findall(text)
+    if tagged:
+        return [_read(body, f"call_{place}") for place, body in enumerate(tagged)]
+    bare = text.removeprefix(_PYTHON_TAG).strip()
+    return [_read(bare, "call_0")] if bare.startswith("{") and '"name"' in bare else []
+
+
+def message_of(reply: Reply) -> Message:
+    """Make the assistant's message from a reply, as OpenAI's chat writes it."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+            }
+            for call in reply.tool_calls
+        ]
+    return message
+
+
+def result_message(call: ToolCall, output: str) -> Message:
+    """Make the message in which the policy reads the output of a call."""
+    return {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": output}
+
+
+def text_of(result: ToolResult) -> str:
+    """Return what the policy reads of a tool of the mesh: its output, and where it failed, why."""
+    return (
+        result.output
+        if result.ok
+        else f"error: {result.error or result.status}\n{result.output}".rstrip()
+    )
+
+
+def _read(body: str, call_id: str) -> ToolCall:
+    try:
+        call = json.loads(body)
+    except _UNREADABLE as error:
+        return ToolCall("", {}, call_id, f"the call is no JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", {}, call_id, 'the call must be {"name": ..., "arguments": {...}}')
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(
+        arguments, str
+    ):  # some models write the arguments as JSON in a text, as OpenAI's API does
+        try:
+            arguments = json.loads(arguments)
+        except _UNREADABLE as error:
+            return ToolCall(call["name"], {}, call_id, f"the arguments are no JSON: {error}")
+    if not isinstance(arguments, dict):
+        return ToolCall(call["name"], {}, call_id, "the arguments must be a JSON object")
+    return ToolCall(call["name"], arguments, call_id)

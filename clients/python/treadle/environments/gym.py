@@ -13,8 +13,17 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn, user
-from treadle.environments.words import ReadAction, first_of
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    ReadAction,
+    Reply,
+    Task,
+    Turn,
+    first_of,
+    user,
+)
 from treadle.trajectory import Trajectory
 
 if TYPE_CHECKING:

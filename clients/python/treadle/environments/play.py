@@ -16,8 +16,17 @@ from typing import Any
 from treadle.client import Client
 from treadle.connection import finish
 from treadle.environments.chat import Chat
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, ToolCall, Turn
-from treadle.environments.tool_calls import message_of, read_tool_calls
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    Reply,
+    Task,
+    ToolCall,
+    Turn,
+    message_of,
+    read_tool_calls,
+)
 from treadle.rewards import PendingReward
 from treadle.trajectory import Trajectory
 from treadle.types import Prompt, RolloutResult, Sampling

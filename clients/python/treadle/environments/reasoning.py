@@ -12,8 +12,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn
-from treadle.environments.words import answer_of
+from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn, answer_of
 from treadle.trajectory import Trajectory
 
 if TYPE_CHECKING:

@@ -9,9 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn, user
-from treadle.environments.tool_calls import text_of
-from treadle.environments.words import first_of
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    Reply,
+    Task,
+    Turn,
+    first_of,
+    text_of,
+    user,
+)
 from treadle.trajectory import Session, Trajectory
 from treadle.types import Limits, ToolResult
 

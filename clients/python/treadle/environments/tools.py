@@ -36,8 +36,9 @@ from treadle.environments.episode import (
     ToolCall,
     ToolSchema,
     Turn,
+    result_message,
+    text_of,
 )
-from treadle.environments.tool_calls import result_message, text_of
 from treadle.errors import TreadleError
 from treadle.rewards import PendingReward
 from treadle.trajectory import Trajectory

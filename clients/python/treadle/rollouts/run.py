@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import grpc
 
-from treadle.connection import Mesh, finish, request_id
+from treadle.connection import Mesh, TrajectoryTrace, finish, request_id
 from treadle.errors import FieldViolation, TreadleError, refused
 from treadle.jobs import JOB_TAKEN_OVER, Job
 from treadle.rewards import PendingReward
@@ -32,7 +32,6 @@ from treadle.rollouts.samples import (
     result_of,
     submitted_of,
 )
-from treadle.tracing import TrajectoryTrace
 from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
 from treadle.types import (
     HardwareTags,

@@ -3,7 +3,7 @@ weights it serves.
 
 An engine that refuses connections is lost at once; one that is slow to answer only after several
 polls, because a CPU engine in a long prefill answers late. One that answers but makes no progress
-(`treadle_core.engine_queue.progress`) is lost too, until it generates again: SGLang answers polls
+(`treadle_core.engine_queue.pace`) is lost too, until it generates again: SGLang answers polls
 without the process that generates.
 """
 
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
-from treadle_core.engine_queue.curves import EngineWork
-from treadle_core.engine_queue.progress import EngineProgress
+from treadle_core.engine_queue.pace import EngineProgress, EngineWork
 from treadle_core.model import INCOMPLETE, DecodeCurve
 from treadle_runtime.errors import FailedPrecondition, Unavailable
 from treadle_runtime.fields import require

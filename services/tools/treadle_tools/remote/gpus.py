@@ -29,7 +29,8 @@ from pydantic import TypeAdapter
 from treadle_core.tools.action import GPUS, Action, Amdahl, Fixed, UnitSet
 from treadle_core.tools.arrangement import Chunk
 from treadle_core.tools.grants import SERVED, End, Ended, Service
-from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import kv_key
 from treadle_runtime.errors import TreadleError, Unavailable
 from treadle_runtime.http.sglang import (
     EngineClient,

@@ -38,7 +38,7 @@ from treadle_runtime.errors import (
     TreadleError,
     Unavailable,
 )
-from treadle_runtime.identity.tenants import like
+from treadle_runtime.fields import like
 
 from treadle_tools.remote.declarations import HttpFunction
 from treadle_tools.replies import MOST_ERROR_BYTES, cut

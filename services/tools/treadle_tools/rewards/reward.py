@@ -20,7 +20,8 @@ import structlog
 from nats.js import JetStreamContext
 from nats.js.errors import KeyWrongLastSequenceError
 from nats.js.kv import KeyValue
-from treadle_runtime.buckets import entries_of, kv_key
+from treadle_runtime.buckets import entries_of
+from treadle_runtime.bus import kv_key
 
 log = structlog.get_logger()
 

@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from treadle.common.v1 import ticket_pb2, tokens_pb2
-from treadle.connection import Backoff, Mesh, finish, request_id
+from treadle.connection import Backoff, Mesh, TrajectoryTrace, finish, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.steps.assembly import StepAssembly
-from treadle.steps.time_account import TimeAccount
-from treadle.tracing import TrajectoryTrace
+from treadle.step import StepAssembly, TimeAccount
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
 
 if TYPE_CHECKING:
     GenerateCall = grpc.aio.UnaryStreamCall[engine_pb2.GenerateRequest, engine_pb2.GenerateResponse]
+
 
 # A prompt that brings down every engine it meets must not take the whole mesh with it: after this
 # many engines were lost in a row without one new token, the step fails.

@@ -1,8 +1,11 @@
-"""Bookkeeping: decisions about each trajectory, waits of its requests, and counts for the planner.
+"""State of the controller, which the handlers of all events share, and the books of what was
+decided.
 
-Handlers of events decide, and return actions. `Books.enter` then goes once over the actions of an
-event and keeps all accounts from them; no handler writes into an account. Nothing of it is stored:
-after a restart a history begins with the next event, and a wait with the next request.
+Handlers of events change the parts of `State`, each of which keeps its own invariants, and return
+actions. `Books.enter` then goes once over the actions of an event and keeps all accounts from them:
+decisions about each trajectory, waits of its requests, and counts for the planner. No handler
+writes into an account. Nothing of it is stored: after a restart a history begins with the next
+event, and a wait with the next request.
 
 - Histories show people why a trajectory took so long, and for a replay of its rollout under other
   policies (ADR 0040); no decision reads them. They are bounded: the last MOST_DECISIONS and
@@ -14,17 +17,24 @@ after a restart a history begins with the next event, and a wait with the next r
 - The planner counts openings, steps, predictions and closings, so that it knows when a plan is due.
 """
 
+import heapq
+import math
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from treadle_core import actions as act
-from treadle_core.ledger import Cause
-from treadle_core.model import TrajectoryRecord, copy_with
-from treadle_core.planning.plans import Planner
+from treadle_core.model import Cause, Policy, TrajectoryRecord, copy_with
+from treadle_core.planning import Planner
+from treadle_core.ranking.priorities import Priorities, token_s
+from treadle_core.tables.engines import EngineTable, Siting
+from treadle_core.tables.jobs import JobTable, Shares
+from treadle_core.tables.trajectories import TrajectoryTable
 from treadle_core.tables.waiting import WaitingSteps
+from treadle_core.transfers import MeasuredMoves
+from treadle_core.tuning import Tuning
 
 MOST_HISTORIES = 16_384  # trajectories: some KB each
 MOST_DECISIONS = 64
@@ -312,3 +322,85 @@ class Books:
 
     def _keep_engines(self, _changed: act.EnginesChanged, _now: float) -> None:
         self._planner.note_engines()
+
+
+class Deadlines:
+    """Deadlines by id, in a heap, so that a tick looks only at ids whose time has come."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._due_s: dict[str, float] = {}
+
+    def set(self, name: str, due_s: float) -> None:
+        """Set the time of an id, in place of an earlier one."""
+        self._due_s[name] = due_s
+        heapq.heappush(self._heap, (due_s, name))
+
+    def take_due(self, now: float) -> list[str]:
+        """Remove and return the ids whose time has come, earliest first."""
+        names: list[str] = []
+        while self._heap and self._heap[0][0] <= now:
+            due_s, name = heapq.heappop(self._heap)
+            if self._due_s.get(name) == due_s:  # otherwise it was set again later
+                del self._due_s[name]
+                names.append(name)
+        return names
+
+
+@dataclass
+class State:
+    """Parts of the controller's state. announcements: closed trajectories whose closing is to be
+    published, and when. sweeps: when each trajectory is looked at: its ticket may have expired, it
+    may be abandoned, or be forgotten. loads: when an engine that is behind gets another request to
+    load. mean_tool_s: over all tool calls. mean_observed_tokens: tokens that tools add to a context
+    in a turn. measured_moves: how long moves took. restored_s: when this controller took over from
+    an earlier one; until then, clients could not reach it. books: accounts that handlers may read
+    and only the controller writes."""
+
+    tuning: Tuning
+    policy: Policy
+    jobs: JobTable
+    engines: EngineTable
+    table: TrajectoryTable
+    siting: Siting
+    planner: Planner
+    shares: Shares
+    priorities: Priorities
+    waiting: WaitingSteps
+    books: Books
+    mean_observed_tokens: float
+    measured_moves: MeasuredMoves
+    mean_tool_s: float = 0.0
+    restored_s: float = -math.inf
+    announcements: dict[str, float] = field(default_factory=dict)
+    sweeps: Deadlines = field(default_factory=Deadlines)
+    loads: Deadlines = field(default_factory=Deadlines)
+
+    @classmethod
+    def new(
+        cls, policy: Policy, tuning: Tuning, epoch_s: float, planner_type: type[Planner]
+    ) -> "State":
+        engines = EngineTable(tuning.lease_ttl_s)
+        table = TrajectoryTable(tuning)
+        jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)
+        planner = planner_type(engines, table, tuning)
+        waiting = WaitingSteps()
+        return cls(
+            tuning=tuning,
+            policy=policy,
+            jobs=jobs,
+            engines=engines,
+            table=table,
+            siting=Siting(engines, table, tuning),
+            planner=planner,
+            shares=Shares(engines, table, jobs),
+            priorities=Priorities(tuning, epoch_s),
+            waiting=waiting,
+            books=Books(planner, waiting),
+            mean_observed_tokens=tuning.expected_observed_tokens,
+            measured_moves=MeasuredMoves(tuning.move_newest_weight),
+        )
+
+    def priority(self, record: TrajectoryRecord) -> float:
+        """Return the priority of a trajectory's step on its present engine."""
+        return self.priorities.priority(record, token_s(self.engines.spec(record.engine_id)))
