@@ -56,7 +56,7 @@ demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writ
 # A file's tests stay together, since they share fixtures. Most wait more than they compute, so more run at a time than there
 # are cores. Unit tests come last: they are short, and no core is idle at the end.
 PYTEST := $(BIN)/python -m pytest
-AT_ONCE := -n 5 --dist loadfile --no-loadscope-reorder
+AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 # Each engine has one core, and many of these tests use one engine.
 ENGINES_AT_ONCE := -n 2 --dist loadfile
 
@@ -76,7 +76,7 @@ test-others: setup $(FRAMEWORKS_READY) ## Ray clusters, examples in other langua
 test-frameworks: $(FRAMEWORKS_READY) ## the adapters on the frameworks' own classes, with packages that nothing else here imports
 	@TREADLE_TEST_OWN_CLASSES=1 PYTHONPATH=$(FRAMEWORKS)/adapters $(PYTEST) tests/contract/test_adapters_installed.py
 
-# `make test` tries 200 of each, the same ones each time.
+# `make test` tries 100 of each, the same ones each time.
 fuzz: setup ## 10,000 hostile requests to each service and as many answers of engines, others each time
 	@TREADLE_TEST_FUZZ_EXAMPLES=$${TREADLE_TEST_FUZZ_EXAMPLES:-10000} $(PYTEST) tests/fuzz $(ARGS)
 

@@ -17,17 +17,22 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import peft
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoTokenizer, DynamicCache, PreTrainedModel
 from treadle_core.compiled import has_bf16
 
-from treadle_learned.reading import Read, cut, layers
+from treadle_learned.reading import Read, cut, layers, new_cache
 from treadle_learned.transcript import LearnedError
+
+if TYPE_CHECKING:
+    import peft
+    from transformers import DynamicCache, PreTrainedModel
+
+# peft and transformers take seconds to import, and a head for numbers alone needs neither: the
+# functions that load, train or read a backbone import them.
 
 DEFAULT = "Qwen/Qwen3-0.6B"
 LOADING_ERRORS = (OSError, ValueError, KeyError)  # of transformers
@@ -59,6 +64,8 @@ class Backbone:
     ) -> Backbone:
         """Load from a folder or by a hub name, on the GPU if there is one, in `fitting_dtype`.
         Raises LearnedError."""
+        from transformers import AutoConfig, AutoModel, AutoTokenizer
+
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = dtype or fitting_dtype(device)
         try:
@@ -105,7 +112,7 @@ class Backbone:
         ids = tuple(ids)
         known = before.usable_for(ids) if before is not None else None
         done = len(known.ids) if known is not None else 0
-        cache = known.cache if known is not None else DynamicCache()
+        cache = known.cache if known is not None else new_cache()
         answer = self.model(
             input_ids=torch.tensor([ids[done:]], device=self.device),
             past_key_values=cache,
@@ -131,6 +138,8 @@ class Tunable:
         self.backbone = backbone
         self._adapter: peft.PeftModel | None = None
         if tune is Tune.LORA:
+            import peft
+
             torch.manual_seed(seed)
             how = peft.LoraConfig(
                 r=RANK,
@@ -187,6 +196,8 @@ class Tunable:
 def load_tokenizer(name: str) -> Any:
     """Return a tokenizer alone, e.g. the policy's, from a folder or by a hub's name. Raises
     LearnedError."""
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(name)
     except LOADING_ERRORS as error:
@@ -208,6 +219,8 @@ def load_tuned(
     """Return the backbone `name` with what `Tunable.save` wrote to `tuned`. Raises LearnedError."""
     if tuned.name == WHOLE:
         return Backbone.load(str(tuned), device=device, dtype=dtype)
+    import peft
+
     base = Backbone.load(name, device=device, dtype=torch.float32)
     try:
         merged = peft.PeftModel.from_pretrained(base.model, str(tuned)).merge_and_unload()
@@ -304,7 +317,7 @@ def _one_run(
 
 def _stacked(before: Sequence[Read | None], tokens: int) -> DynamicCache:
     """Return one cache of all readings, each aligned to the end of `tokens`."""
-    stacked = DynamicCache()
+    stacked = new_cache()
     every = [layers(read.cache) if read is not None else None for read in before]
     some = next((own for own in every if own is not None), [])
     for number in range(len(some)):

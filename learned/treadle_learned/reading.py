@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from transformers import DynamicCache
 
 from treadle_learned.transcript import Transcript
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache
 
 Ids = tuple[int, ...]
 Tokenize = Callable[[str], Sequence[int]]
@@ -158,15 +160,22 @@ def shared_prefix(one: Ids, other: Ids) -> int:
     return next(at for at in range(most) if one[at] != other[at])
 
 
+def new_cache() -> DynamicCache:
+    """Return a cache without keys and values."""
+    from transformers import DynamicCache  # seconds to import, and only readers of text need it
+
+    return DynamicCache()
+
+
 def layers(cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
     """Return the keys and values, [batch, heads, tokens, width], of each layer."""
-    plain: Sequence[Any] = cache.layers  # plain attention, which alone `DynamicCache()` makes
+    plain: Sequence[Any] = cache.layers  # plain attention, which alone `new_cache` makes
     return [(layer.keys, layer.values) for layer in plain]
 
 
 def cut(cache: DynamicCache, row: int, first: int, end: int) -> DynamicCache:
     """Return a copy of the tokens from `first` up to `end` of one row."""
-    own = DynamicCache()
+    own = new_cache()
     which = slice(row, row + 1), slice(None), slice(first, end)
     for number, (keys, values) in enumerate(layers(cache)):
         own.update(keys[which].clone(), values[which].clone(), number)

@@ -193,7 +193,10 @@ class ForkServer:
         self._process.wait()
 
     def _receive(self) -> bytes:
-        answer = self._socket.recv(PID.size)
+        try:
+            answer = self._socket.recv(PID.size)
+        except ConnectionResetError:  # it has ended with an unread message
+            answer = b""
         if not answer:
             raise ChildProcessError(f"the fork server ended with {self._process.wait()}")
         return answer
@@ -308,6 +311,7 @@ def import_modules(names: Sequence[str]) -> None:
 def main() -> None:
     """Import the modules that the first message names, then start processes until the caller is
     gone."""
+    _die_with(os.getppid())  # it may still import, and then reads nothing from the socket
     # its first call must come before `become`
     setproctitle.setproctitle(f"{sys.executable} {__file__}")
     orders = socket.socket(fileno=int(sys.argv[1]))

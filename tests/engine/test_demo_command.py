@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cli import TreadleProcess
+from support.real_engines import small_model_folder
 from treadle_cli.report.figures import time_by_kind
 from treadle_cli.report.records import read_run
 
@@ -30,7 +31,8 @@ SMALL = (
 
 @pytest.fixture
 def demo(tmp_path: Path) -> Iterator[TreadleProcess]:
-    process = TreadleProcess([*SMALL, "--out", str(tmp_path / "runs")], tmp_path, patience_s=600.0)
+    options = ["--model", small_model_folder(tmp_path), "--out", str(tmp_path / "runs")]
+    process = TreadleProcess([*SMALL, *options], tmp_path, patience_s=600.0)
     yield process
     process.end()
 

@@ -16,12 +16,13 @@ from treadle_cli.mesh.services import TOGETHER
 Start = Callable[..., TreadleProcess]
 NO_ENGINE = ("up", "--engines", "0", "--port", "0")
 
-# Stands in for the python of the engine's venv: converts no model, and is an engine that loads for
-# ever, with a worker.
+# Stands in for the python of the engine's venv: converts no model, cannot import SGLang for a fork
+# server, and is an engine that loads for ever, with a worker.
 LOADS_FOR_EVER = "sleep 1000 & sleep 1000"
 FAKE_ENGINE_PYTHON = """#!/bin/sh
 case "$*" in
 *sglang_cpu.model*) echo "$PWD" ;;
+*fork_server.py*) exit 1 ;;
 *) {engine} ;;
 esac
 """

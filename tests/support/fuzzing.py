@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis
 
 BATCH = 10  # requests that are sent at once
-DEFAULT_EXAMPLES = 200
+DEFAULT_EXAMPLES = 100
 # Of each service; where it is given, the examples are others each time.
 _GIVEN = os.environ.get("TREADLE_TEST_FUZZ_EXAMPLES", "")
 EXAMPLES = int(_GIVEN or DEFAULT_EXAMPLES)

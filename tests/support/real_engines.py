@@ -36,6 +36,7 @@ def engine_python() -> Path:
     return venv / "bin" / "python"
 
 
+@functools.cache
 def model_folder() -> str:
     """The converted model, made at the first use."""
     command = [str(engine_python()), "-m", "treadle_sidecar.sglang_cpu.model"]

@@ -274,7 +274,11 @@ class Mesh:
             self.model_path = await engines.prepare_model(self._tree, plan)
         if self._tree.engine_forks is not None:
             with self.board.part("SGLang, imported once for all engines"):
-                await asyncio.to_thread(self._tree.engine_forks.wait_until_ready)
+                try:
+                    await asyncio.to_thread(self._tree.engine_forks.wait_until_ready)
+                except ChildProcessError:
+                    # An engine that is started by its command shows the reason.
+                    self._tree.engine_forks = None
         self.engines = engines.start_engines(self._tree, plan, self.model_path, self.kv)
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
