@@ -132,7 +132,9 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C in a terminal is for the caller
             )
-        self._socket.send(json.dumps(list(modules)).encode())
+        # `wait_until_ready` reports a fork server that has ended already.
+        with contextlib.suppress(BrokenPipeError):
+            self._socket.send(json.dumps(list(modules)).encode())
 
     def __enter__(self) -> Self:
         return self
@@ -177,7 +179,8 @@ class ForkServer:
         try:
             self.wait_until_ready()
             with self._lock:
-                socket.send_fds(self._socket, [order.to_json()], [output_fd, their_exit_fd])
+                with contextlib.suppress(BrokenPipeError):  # `_receive` reports that it has ended
+                    socket.send_fds(self._socket, [order.to_json()], [output_fd, their_exit_fd])
                 (pid,) = PID.unpack(self._receive())
         except OSError:
             os.close(exit_fd)

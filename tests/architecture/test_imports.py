@@ -4,7 +4,8 @@ import ast
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -94,14 +95,17 @@ def sources(package: str) -> list[Path]:
     return [path for path in sorted(PACKAGES[package].rglob("*.py")) if "_pb2" not in path.name]
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+@cache
+def imports(path: Path) -> list[tuple[str, list[str]]]:
     """Each module that a file imports, with the names that it takes from it."""
+    found: list[tuple[str, list[str]]] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
+            found += [(alias.name, []) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module is not None, f"{path}: relative import"
-            yield node.module, [alias.name for alias in node.names]
+            found.append((node.module, [alias.name for alias in node.names]))
+    return found
 
 
 def top(module: str) -> str:

@@ -46,7 +46,7 @@ def rendered(overlay: str) -> tuple[dict[str, Any], ...]:
         str(ROOT / "k8s" / "overlays" / overlay),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return tuple(yaml.safe_load_all(done.stdout))
+    return tuple(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def settings_of(service: str) -> type[Settings]:

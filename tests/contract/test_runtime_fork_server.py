@@ -24,6 +24,18 @@ if sys.argv[1] == "raise":
     raise RuntimeError("on purpose")
 time.sleep(1000)
 """
+IMPORTING = """
+import os, sys, time
+from treadle_runtime.fork_server import ForkServer
+server = ForkServer(["slow"], env={"PYTHONPATH": sys.argv[1]})
+while not os.path.exists(sys.argv[1] + "/importing"):
+    time.sleep(0.01)
+print(server.pid, flush=True)
+time.sleep(1000)
+"""
+SLOW = (
+    "import pathlib, time; pathlib.Path(__file__).with_name('importing').touch(); time.sleep(1000)"
+)
 CALLER = """
 import os, sys, time
 from treadle_runtime.fork_server import ForkServer
@@ -100,6 +112,18 @@ def test_a_fork_server_that_still_imports_ends_at_once_when_it_is_closed(folder:
     assert not psutil.pid_exists(server.pid)
 
 
+def test_a_fork_server_that_ends_at_once_is_reported_to_who_waits_for_it(folder: Path) -> None:
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    for _ in range(20):  # it ends before or after the caller sends the first message
+        with (
+            ForkServer(["json"], python=str(python)) as broken,
+            pytest.raises(ChildProcessError, match="ended with 3"),
+        ):
+            broken.wait_until_ready()
+
+
 def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(
     server: ForkServer, folder: Path
 ) -> None:
@@ -153,3 +177,13 @@ def test_nothing_is_left_where_the_caller_is_killed(folder: Path) -> None:
     caller.communicate()
     ended = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     assert psutil.wait_procs(ended, timeout=30.0)[1] == []
+
+
+def test_a_fork_server_that_still_imports_dies_with_its_caller(folder: Path) -> None:
+    (folder / "slow.py").write_text(SLOW)
+    command = [sys.executable, "-c", IMPORTING, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        server = psutil.Process(int(caller.stdout.readline()))
+        caller.kill()
+    assert psutil.wait_procs([server], timeout=30.0)[1] == []
