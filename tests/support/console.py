@@ -205,9 +205,8 @@ def chromium_path() -> str:
 async def chromium() -> AsyncIterator[Browser]:
     """A real one without a window. It has no sandbox of its own where this user is root, which
     Chromium refuses."""
-    path = (
-        chromium_path()
-    )  # before playwright's driver, which needs a library that a browser brings
+    # Before playwright's driver, which needs a library that a browser brings.
+    path = chromium_path()
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(executable_path=path, args=arguments)
