@@ -4,7 +4,6 @@ is whole."""
 import re
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,8 +104,7 @@ def test_the_bundle_is_reproducible_and_has_what_its_pages_link_to(tmp_path: Pat
     buf = run(SCRIPTS / "codegen-venv.sh").stdout.strip() + "/buf"
     built = run(buf, "build", f"{first}#strip_components=1,subdir=protos", "-o", "/dev/null")
     assert built.returncode == 0, built.stderr
-    with tarfile.open(first) as bundle:
-        bundle.extractall(tmp_path, filter="data")
+    assert run("tar", "-xf", first, "-C", tmp_path).returncode == 0
     [root] = tmp_path.glob("treadle-protos-*")
     pages = list(root.rglob("*.md"))
     links = [

@@ -133,6 +133,8 @@ async def mesh(
     async with AsyncExitStack() as stack:
         for index in range(schedulers):
             await made.add_scheduler(first_nats_url if index == 0 else "")
+            if index == 0:
+                await made.until_leads(0)
         for _ in range(engines):
             await made.add_engine(stack)
         async with scheduler_client(made.schedulers[0].address) as calls:

@@ -2,6 +2,7 @@
 engines. The whole page, with a real engine: tests/engine/test_tutorial.py."""
 
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
         yield door
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands need curl")
 async def test_the_requests_of_the_tutorial_are_answered_by_the_mesh(door: FrontDoor) -> None:
     shown = find_commands((ROOT / "docs/tutorial.md").read_text())
     health, generate = [
