@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,11 @@ import pytest
 from support.cli import TreadleProcess
 from support.pages import ROOT, find_commands
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands need curl"),
+]
 
 UP, ADDRESSES = ".venv/bin/treadle up ", ("scheduler", "gateway", "console")
 COMMAND_S = 400.0
