@@ -68,7 +68,7 @@ _MARKUP = " \t*`$\"'"
 
 @dataclass(frozen=True, kw_only=True)
 class Task(AnyTask):
-    """What an agent needs to play a prompt.
+    """Prompt of the demo, with all that its agent needs to play it.
 
     environment, arguments: of the session. turn_tokens: most new tokens a turn. turns: most turns.
     sampling: what all sampling seeds are made from.

@@ -86,16 +86,16 @@ class Limits:
     """Seconds after which an engine that does not answer counts as lost."""
 
     connect_s: float = 10.0
-    """Until a connection is there."""
+    """The client waits so long for a connection."""
     answer_s: float = 10.0
-    """For a question; a CPU engine answers between two forward passes, and a long prefill takes
-    seconds."""
+    """A call that only reads or sets something gets its answer within this time. A CPU engine
+    answers between two forward passes, and a long prefill takes seconds."""
     silence_s: float = 1800.0
-    """Between two chunks of a request that the engine has forgotten while it serves others; no
-    prefill takes so long."""
+    """A stream without a chunk for so long has been forgotten by its engine, which may serve others.
+    No prefill takes so long."""
     load_s: float = 1800.0
-    """For a load; hundreds of GB from a network disk take minutes, and a collective gives up as
-    late."""
+    """A load of weights ends within this time. Hundreds of GB from a network disk take minutes, and
+    a collective operation gives up as late."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Prefill:
 
 
 class Observer(Protocol):
-    """What a client reports to, about the requests that make its engine work."""
+    """Receiver of a client's reports about the requests that make its engine work."""
 
     def begin(self, rid: str, context_tokens: int, *, streamed: bool) -> None:
         """Note that a request is about to be sent. streamed: its tokens come one by one."""
@@ -636,13 +636,13 @@ class SamplingField:
     """A parameter with which tokens are sampled."""
 
     name: str
-    """In SamplingParams of the protos, and in vLLM's and OpenAI's forms."""
+    """The field has this name in SamplingParams of the protos, in vLLM's and in OpenAI's form."""
     kind: Literal["whole", "number", "flag", "texts", "ids"]
     bounds: str = ""
-    """What a value in range is, in words."""
+    """The text of an error describes a value in range with these words."""
     is_within: Callable[[Any], bool] = lambda value: True
     sglang: str = ""
-    """In SGLang's sampling_params; empty: the same name."""
+    """The field has this name in SGLang's sampling_params; empty where it is `name`."""
 
     @property
     def sglang_name(self) -> str:
