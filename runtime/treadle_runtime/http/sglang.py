@@ -91,8 +91,8 @@ class Limits:
     """A call that only reads or sets something gets its answer within this time. A CPU engine
     answers between two forward passes, and a long prefill takes seconds."""
     silence_s: float = 1800.0
-    """A stream without a chunk for so long has been forgotten by its engine, which may serve others.
-    No prefill takes so long."""
+    """An engine that sends no chunk of a stream for so long has forgotten it, though it may serve
+    others. No prefill takes so long."""
     load_s: float = 1800.0
     """A load of weights ends within this time. Hundreds of GB from a network disk take minutes, and
     a collective operation gives up as late."""
