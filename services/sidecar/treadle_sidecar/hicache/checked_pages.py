@@ -42,9 +42,11 @@ GB = 10**9
 # exceed the limit, however they take turns; a look at 30,000 pages takes 0.1 s.
 LOOK_SHARE = 1 / 64
 KEPT_SHARE = 3 / 4
-# a page's time of use is noted once in so long: short beside the minutes that a page stays
-USE_S = 10.0
-DEPTH_NS = 1_000_000  # by which each page of a prefix counts as older than the one before it
+# A page's time of use is noted once in so long. Of prefixes that were used in one such period, the
+# longest is shortened first, whichever was used last: it is short beside a turn of a trajectory.
+USE_S = 1.0
+# by which each page of a prefix counts as older than the one before it
+DEPTH_NS = 100_000
 
 
 class PagesFolder:
