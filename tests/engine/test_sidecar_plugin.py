@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.real_engines import engine_python, run_beside_sglang
+from support.real_engines import engine_python, model_folder, run_beside_sglang
 from treadle_sidecar.engine.process import choose_weights
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
@@ -50,6 +50,26 @@ seeds, positions = [0, 5, 2**40 + 77, 2**62 + 3], [0, 1, 4095, 130_000]
 hashes = murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.arange(200))
 for row, (seed, position) in enumerate(zip(seeds, positions)):
     assert hashes[row].tolist() == [reference(seed, position, column) for column in range(200)]
+"""
+
+TOKENIZER = """
+from types import SimpleNamespace
+from sglang.srt.managers import detokenizer_manager, scheduler
+from treadle_sidecar.sglang_cpu.cpu_platform import load_tokenizer_once
+
+options = dict(tokenizer_mode="auto", trust_remote_code=False, revision=None, tokenizer_backend="huggingface")
+load_tokenizer_once(SimpleNamespace(model_path="/nowhere", tokenizer_path=None, **options))
+load_tokenizer_once(SimpleNamespace(model_path=MODEL, tokenizer_path=None, **options))
+loaded = scheduler.get_tokenizer(MODEL, **options)
+assert detokenizer_manager.get_tokenizer(MODEL, **options) is loaded
+assert loaded.decode(loaded.encode("one of many")) == "one of many"
+assert scheduler.get_tokenizer(MODEL, **{**options, "tokenizer_mode": "slow"}) is not loaded
+try:
+    scheduler.get_tokenizer("/nowhere", **options)
+except Exception:
+    pass
+else:
+    raise AssertionError("a tokenizer from nowhere")
 """
 
 TRANSFERS = """
@@ -161,6 +181,12 @@ def test_the_seeded_hash_is_murmur_three_over_seed_position_and_column(
     run: Callable[[str], None],
 ) -> None:
     run(HASH)
+
+
+def test_a_tokenizer_is_loaded_once_and_a_folder_without_one_is_left_to_sglang(
+    run: Callable[[str], None],
+) -> None:
+    run(TOKENIZER.replace("MODEL", repr(model_folder())))
 
 
 def test_the_copies_move_the_pages_that_the_kernels_would(run: Callable[[str], None]) -> None:

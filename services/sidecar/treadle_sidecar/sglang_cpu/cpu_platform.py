@@ -26,8 +26,10 @@ last bit between batch sizes. The seed's noise depends on the seed and the posit
 that is preempted and resumed draws what it would have drawn.
 """
 
+import contextlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,7 @@ class TreadleCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         choices.add_deterministic_attention_backend_choices(["torch_native"])
         choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
         fork_workers()  # they start later
+        load_tokenizer_once(server_args)
 
     def get_quantization_config(self, quantization: str) -> Any:
         from treadle_sidecar.sglang_cpu.int8 import Int8Config
@@ -116,6 +119,37 @@ def fork_workers() -> None:
         set_start_method("fork" if has_one_thread else method, force)
 
     multiprocessing.set_start_method = set_fork
+
+
+def load_tokenizer_once(server_args: Any) -> None:
+    """Load the model's tokenizer in the server, and make SGLang use that one wherever it loads the
+    same, also in forks of the server.
+
+    The server, the detokenizer and the scheduler load it, the last one twice: half of the processor
+    time of a start.
+    """
+    from sglang.srt.utils.hf_transformers import get_tokenizer as load
+
+    loaded: dict[str, Any] = {}
+
+    def get_tokenizer(*args: Any, **kwargs: Any) -> Any:
+        key = repr((args, sorted(kwargs.items())))
+        if key not in loaded:
+            loaded[key] = load(*args, **kwargs)
+        return loaded[key]
+
+    for module in list(sys.modules.values()):
+        if vars(module).get("get_tokenizer") is load:
+            module.get_tokenizer = get_tokenizer  # type: ignore[attr-defined]
+    # Where it cannot be loaded, SGLang tries again and says why.
+    with contextlib.suppress(Exception):
+        get_tokenizer(
+            server_args.tokenizer_path or server_args.model_path,
+            tokenizer_mode=server_args.tokenizer_mode,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.revision,
+            tokenizer_backend=server_args.tokenizer_backend,
+        )
 
 
 def transfer_kv_direct(
