@@ -14,6 +14,7 @@ order is the pid. When the caller ends in any way, the socket closes, the fork s
 kernel kills its children. Linux only.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -311,9 +312,40 @@ def import_modules(names: Sequence[str]) -> None:
     gc.freeze()
 
 
+class Ending:
+    """End of a child, without the work of Python's own end: that takes the modules apart, so it
+    writes to all memory that the child shares with the fork server (0.06 processor seconds)."""
+
+    def __init__(self) -> None:
+        self._exit_code: int | None = None
+        # Python calls what is registered first as the last, after threads and other exit handlers.
+        atexit.register(self._leave)
+
+    @contextlib.contextmanager
+    def follows(self) -> Iterator[None]:
+        """End this process soon after the block, with the exit code that Python gives it."""
+        try:
+            yield
+            self._exit_code = 0
+        except SystemExit as ended:
+            code = ended.code
+            self._exit_code = code if isinstance(code, int) else int(code is not None)
+            raise
+        except Exception:
+            self._exit_code = 1
+            raise
+
+    def _leave(self) -> None:
+        if self._exit_code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._exit_code & 0xFF)
+
+
 def main() -> None:
     """Import the modules that the first message names, then start processes until the caller is
     gone."""
+    ending = Ending()
     _die_with(os.getppid())  # it may still import, and then reads nothing from the socket
     # its first call must come before `become`
     setproctitle.setproctitle(f"{sys.executable} {__file__}")
@@ -321,7 +353,8 @@ def main() -> None:
     import_modules(json.loads(orders.recv(MOST_REQUEST_BYTES)))
     ordered = serve(orders)
     if ordered is not None:
-        become(*ordered)
+        with ending.follows():
+            become(*ordered)
 
 
 if __name__ == "__main__":

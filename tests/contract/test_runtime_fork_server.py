@@ -131,6 +131,20 @@ def test_an_uncaught_exception_ends_a_child_as_it_ends_any_program(
     assert "RuntimeError: on purpose" in (folder / "output").read_text()
 
 
+def test_a_child_ends_after_its_threads_and_exit_handlers_with_all_that_it_printed(
+    server: ForkServer, folder: Path
+) -> None:
+    (folder / "program.py").write_text(
+        "import atexit, sys, threading, time\n"
+        "atexit.register(lambda: print('handler'))\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print('main')\n"
+        "sys.exit('why')\n"
+    )
+    assert start(server, folder).wait() == 1
+    assert sorted((folder / "output").read_text().split()) == ["handler", "main", "thread", "why"]
+
+
 async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(
     server: ForkServer, folder: Path
 ) -> None:
