@@ -145,6 +145,22 @@ async def test_a_sandbox_that_is_closed_is_dead_and_its_session_is_remembered(
         assert [(found.record, found.sandbox) for found in second.found] == [(RECORD, None)]
 
 
+async def test_a_tools_worker_that_died_is_replaced_before_anybody_misses_it(
+    tmp_path: Path,
+) -> None:
+    """All processes of the daemon are killed while there is no service. Result: the next service
+    gets a fresh sandbox at once."""
+    async with service(tmp_path / "s") as first:
+        first.records.bind(RECORD, (await take(first)).name)
+        inside = daemon_process(tmp_path / "s").children(recursive=True)
+    for process in inside:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    await gone(inside)
+    async with service(tmp_path / "s", keep_on_exit=False) as second:
+        assert (await run(await take(second), "1 + 1", "one"))["output"] == "2\n"
+
+
 @pytest.mark.parametrize(
     "keep_s", [0.0, 0.2, None], ids=["nobody comes", "nobody comes in time", "SIGTERM"]
 )

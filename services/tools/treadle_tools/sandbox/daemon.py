@@ -128,27 +128,40 @@ class Pool:
             raise
 
     async def _make(self) -> Made:
-        """Make a sandbox by a free spawner, or by a new one. Raises WorkerFailed."""
-        if self._fork_server is None:
-            self._fork_server = await ForkServer.start(self.recipe)
-        fork_server, process = self._fork_server, None
+        """Make a sandbox by a free spawner, or by a new one. Raises WorkerFailed.
+
+        A fork server or spawner from an earlier call may have ended since, and another one is
+        started then.
+        """
+        process = None
         while process is None:
+            started = self._fork_server is None
+            fork_server = self._fork_server or await ForkServer.start(self.recipe)
+            self._fork_server = fork_server
             fresh = not self._free
-            spawner = await fork_server.open_spawner(self.cgroups) if fresh else self._free.pop()
             try:
-                process = await spawner.spawn()
-            except (OSError, SandboxLost) as error:
-                await self._close_spawner(spawner)
+                spawner = (
+                    await fork_server.open_spawner(self.cgroups) if fresh else self._free.pop()
+                )
+                process = await self._spawn(spawner)
+            except WorkerFailed as error:
+                if fresh and started:
+                    raise
+                log.warning("a tool's worker has ended", tool=self.recipe.tool, error=str(error))
                 if fresh:
-                    raise WorkerFailed(
-                        f"tool {self.recipe.tool!r} has no sandbox: {error}"
-                    ) from error
-                log.warning("a spawner does not answer", tool=self.recipe.tool, error=str(error))
+                    await self._close_fork_server()
         if fork_server.single_use:
             self._fork_server = None  # it ends with its sandbox
         made = Made(next(self.names), self, process, fork_server, spawner)
         self.made[made.name] = made
         return made
+
+    async def _spawn(self, spawner: Spawner) -> SandboxProcess:
+        try:
+            return await spawner.spawn()
+        except (OSError, SandboxLost) as error:
+            await self._close_spawner(spawner)
+            raise WorkerFailed(f"tool {self.recipe.tool!r} has no sandbox: {error}") from error
 
     async def _close_fork_server(self) -> None:
         while self._free:
