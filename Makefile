@@ -53,16 +53,14 @@ $(FRAMEWORKS_READY): $(MESH_READY) $(wildcard tests/support/frameworks/*.txt)
 demo: setup      ## 32 real trajectories, 7 times: pinned FCFS and Treadle; writes runs/<id>/report.html
 	@$(BIN)/treadle demo $(ARGS)
 
-# A file's tests stay together, since they share fixtures. Most wait more than they compute, so more run at a time than there
-# are cores. Unit tests come last: they are short, and no core is idle at the end.
+# A file's tests stay together, since they share fixtures, and those with engines are two pieces of work (tests/conftest.py).
+# Most wait more than they compute, so more run at a time than there are cores. Those with engines come first; unit tests come
+# last: they are short, and no core is idle at the end.
 PYTEST := $(BIN)/python -m pytest
-AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
-# Each engine has one core, and many of these tests use one engine.
-ENGINES_AT_ONCE := -n 2 --dist loadfile
+AT_ONCE := -n 5 --dist loadfile --no-loadscope-reorder
 
 test: setup      ## every test but those of `make test-full`: real services, real engines
-	@$(PYTEST) -m "not engine and not full" $(AT_ONCE) $(ARGS)
-	@$(PYTEST) -m "engine and not full" $(ENGINES_AT_ONCE) $(ARGS)
+	@$(PYTEST) -m "not full" $(AT_ONCE) $(ARGS)
 
 test-quick: setup ## unit, contract and architecture tests
 	@$(PYTEST) tests/unit tests/contract tests/architecture -m "not engine and not full" $(AT_ONCE) $(ARGS)

@@ -23,11 +23,34 @@ from support.processes import ServiceProcess, StartService, start_process
 from support.rewards import RewardCalls, rewards_of
 from support.tools import ToolsCalls, calls_to
 from treadle_runtime.bus import Bus, open_bus
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # What an example takes says nothing: the first one may compile a kernel, and machines are shared.
 hypothesis.settings.register_profile("treadle", deadline=None)
 if hypothesis.settings.get_current_profile_name() == "default":
     hypothesis.settings.load_profile("treadle")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with engines come first: each of their two folders is a long piece of work."""
+    items.sort(key=lambda item: item.get_closest_marker("engine") is None)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """With --dist loadfile, give a worker all tests of a folder with engines, else those of a
+    file."""
+    return FilesAndEngines(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+class FilesAndEngines(LoadFileScheduling):  # type: ignore[misc]
+    """One process of the tests starts the engines that tests share, and at most two processes use
+    engines at a time: each needs a core."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return str(Path(file).parent) if file.startswith("tests/engine/") else file
 
 
 @pytest.fixture

@@ -12,13 +12,6 @@ FLOAT32 = ("--dtype", "float32")
 
 
 @pytest.fixture(scope="session")
-def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
-    engine = RealEngine(0, tmp_path_factory.mktemp("engine"), FLOAT32, weights="float")
-    yield engine
-    engine.kill()
-
-
-@pytest.fixture(scope="session")
 def _two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RealEngine]]:
     folder = tmp_path_factory.mktemp("engines")
     model = small_model_folder(folder)
@@ -26,6 +19,13 @@ def _two_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Real
     yield engines
     for engine in engines:
         engine.kill()
+
+
+@pytest.fixture(scope="session")
+def _text_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine]:
+    engine = RealEngine(0, tmp_path_factory.mktemp("engine"), FLOAT32, weights="float")
+    yield engine
+    engine.kill()
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +38,19 @@ def int8_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealEngine
 
 
 @pytest.fixture
-def engine(_engine: RealEngine) -> RealEngine:
-    """One running engine."""
-    _engine.start()
-    _engine.wait_ready()
-    return _engine
+def text_engine(_text_engine: RealEngine) -> RealEngine:
+    """A running engine of the whole model, for tests that need its text to make sense."""
+    _text_engine.start()
+    _text_engine.wait_ready()
+    return _text_engine
+
+
+@pytest.fixture
+def engine(_two_engines: list[RealEngine]) -> RealEngine:
+    """The first of the two engines, running."""
+    _two_engines[0].start()
+    _two_engines[0].wait_ready()
+    return _two_engines[0]
 
 
 @pytest.fixture

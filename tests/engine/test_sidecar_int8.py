@@ -74,7 +74,7 @@ def changed_model(folder: Path, out: Path) -> str:
 
 
 def test_8_bit_weights_serve_nearly_the_same_logprobs_also_after_an_update(
-    int8_engine: RealEngine, engine: RealEngine, tmp_path: Path
+    int8_engine: RealEngine, text_engine: RealEngine, tmp_path: Path
 ) -> None:
     """Result: greedy text makes sense, logprobs are near those of the float engine; after an update
     of both engines they are near each other again and far from what they were, and the old weights
@@ -84,17 +84,17 @@ def test_8_bit_weights_serve_nearly_the_same_logprobs_also_after_an_update(
     answer = int8_engine.ask("/generate", {"text": COUNTING, "sampling_params": sampling})
     assert answer["text"].startswith(" 21, 22, 23, 24,")
 
-    before, exact = scores(int8_engine, "old"), scores(engine, "old")
+    before, exact = scores(int8_engine, "old"), scores(text_engine, "old")
     assert mean_difference(before, exact) < MEAN_DIFFERENCE
     assert fmean(one[1] == other[1] for one, other in zip(before, exact, strict=True)) > SAME_GREEDY
 
-    path = changed_model(Path(engine.spec.model_path), tmp_path / "changed")
-    for each in (int8_engine, engine):
+    path = changed_model(Path(text_engine.spec.model_path), tmp_path / "changed")
+    for each in (int8_engine, text_engine):
         each.ask("/update_weights_from_disk", {"model_path": path})
-    after, exact_after = scores(int8_engine, "new"), scores(engine, "new")
+    after, exact_after = scores(int8_engine, "new"), scores(text_engine, "new")
     assert mean_difference(after, before) > 1.0
     assert mean_difference(after, exact_after) < mean_difference(after, before) / 3
 
-    for each in (int8_engine, engine):
-        each.ask("/update_weights_from_disk", {"model_path": engine.spec.model_path})
+    for each in (int8_engine, text_engine):
+        each.ask("/update_weights_from_disk", {"model_path": text_engine.spec.model_path})
     assert mean_difference(scores(int8_engine, "again"), before) < 0.01

@@ -112,22 +112,22 @@ async def test_an_abort_returns_all_that_was_sampled(nats_url: str, engine: Real
 
 
 async def test_a_stop_string_ends_a_step_also_across_a_cut(
-    nats_url: str, engine: RealEngine
+    nats_url: str, text_engine: RealEngine
 ) -> None:
     """A greedy step, then the same with a stop string made of its own text, begun on an engine that
     was lost."""
-    async with sidecar(nats_url, engine.url, slots=1) as side:
+    async with sidecar(nats_url, text_engine.url, slots=1) as side:
         # Counting: never the same text twice, which would match too early, and never two tokens
         # that are about as likely, of which a prefill of the whole may take the other one than the
         # decode steps did.
         counting = ", ".join(str(number) for number in range(1, 61)) + ","
-        ids = engine.ask("/tokenize", {"prompt": counting})["tokens"]
+        ids = text_engine.ask("/tokenize", {"prompt": counting})["tokens"]
         greedy = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True)
         free = await run_step(side.stub, step_request(ticket("e0"), ids, greedy))
         output = free.tokens.tolist()
-        text = engine.ask("/detokenize", {"tokens": output[24:44], "skip_special_tokens": False})[
-            "text"
-        ]
+        text = text_engine.ask(
+            "/detokenize", {"tokens": output[24:44], "skip_special_tokens": False}
+        )["text"]
         stopping = SamplingParams(max_new_tokens=60, temperature=0.0, ignore_eos=True, stop=[text])
 
         plain = await run_step(side.stub, step_request(ticket("e0"), ids, stopping))

@@ -84,11 +84,11 @@ async def test_a_release_waits_for_what_runs(engine: RealEngine, memory: EngineM
 
 
 async def test_a_judge_on_a_gpu_service_is_a_real_model(
-    engine: RealEngine, start_service: StartService, tmp_path: Path
+    text_engine: RealEngine, start_service: StartService, tmp_path: Path
 ) -> None:
     """The service finds the engine in memory, releases it, and resumes it when a trajectory is to
     be judged."""
-    server = {"node": "n", "first": 0, "degree": 1, "url": engine.url}
+    server = {"node": "n", "first": 0, "degree": 1, "url": text_engine.url}
     service = {"name": "small", "bytes_per_gpu": {"1": 1}, "servers": [server]}
     judge = {
         "name": "judge",

@@ -1,5 +1,5 @@
 """What the tutorial sends by HTTP, through the gateway of a mesh of real services before fake
-engines. The whole page, with a real engine: tests/engine/test_tutorial.py."""
+engines. The whole page, with a real engine: tests/engine/commands/test_tutorial.py."""
 
 import json
 import shutil

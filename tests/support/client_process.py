@@ -9,7 +9,6 @@ end writes the file `done`.
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,9 +17,11 @@ from typing import Any, Protocol
 
 import pytest
 import treadle
-from support.processes import clean_environment, import_path
+from support.processes import clean_environment, fork_server, import_path
+from treadle_runtime.fork_server import ForkedProcess
 
 PROMPT = [5, 6, 7]
+STDERR = 2
 MANY_TOKENS = 3_000  # of a turn that lasts for longer than any test
 
 
@@ -67,24 +68,21 @@ async def main(address: str, options: dict[str, Any]) -> None:
 class Processes(Protocol):
     """The type of the fixture `client_processes`."""
 
-    def __call__(self, address: str, **options: Any) -> subprocess.Popen[bytes]: ...
+    def __call__(self, address: str, **options: Any) -> ForkedProcess: ...
 
 
 @pytest.fixture
 def client_processes() -> Iterator[Processes]:
     """`client_processes(address, **options)` starts one, which is killed at the end of the test at
     the latest."""
-    started: list[subprocess.Popen[bytes]] = []
+    started: list[ForkedProcess] = []
 
-    def start(address: str, **options: Any) -> subprocess.Popen[bytes]:
-        command = [
-            sys.executable,
-            "-m",
-            "support.client_process",
-            address,
-            json.dumps({"client": {}, **options}),
-        ]
-        process = subprocess.Popen(command, env=clean_environment({"PYTHONPATH": import_path()}))
+    def start(address: str, **options: Any) -> ForkedProcess:
+        environment = clean_environment({"PYTHONPATH": import_path()})
+        arguments = (address, json.dumps({"client": {}, **options}))
+        process = fork_server().start(
+            "support.client_process", environment, STDERR, arguments=arguments
+        )
         started.append(process)
         return process
 

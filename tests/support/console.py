@@ -2,8 +2,15 @@
 looks at it."""
 
 import asyncio
+import atexit
+import functools
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,6 +31,7 @@ TOKEN_S = 0.01
 SLOW_TOKEN_S = 0.2  # while the page is to catch what goes on
 PROMPT = list(range(10, 40))
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome")
+LAUNCH_SERVER = (sys.executable, "-m", "playwright", "launch-server", "--browser", "chromium")
 WAIT_MS = 60_000.0
 STARTS_WITHIN_S = 300.0  # the first placement on a machine compiles its kernels
 WIDE, PHONE = (1280, 900), (360, 740)
@@ -201,15 +209,41 @@ def chromium_path() -> str:
     return found
 
 
+@functools.cache
+def browser_server() -> str:
+    """The address of the Chromium of this run of the tests, which is started at the first call. It
+    has no window, and no sandbox of its own where this user is root, which Chromium refuses."""
+    options = {
+        # Before playwright's driver, which needs a library that a browser brings.
+        "executablePath": chromium_path(),
+        "args": ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])],
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(options, file)
+        file.flush()
+        command = [*LAUNCH_SERVER, "--config", file.name]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        atexit.register(_end_browser, process)
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+    assert address, f"no browser server: it ended with {process.wait()}"
+    return address
+
+
+def _end_browser(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGTERM)  # playwright then ends the browser
+    process.wait()
+
+
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Browser]:
-    """A real one without a window. It has no sandbox of its own where this user is root, which
-    Chromium refuses."""
-    # Before playwright's driver, which needs a library that a browser brings.
-    path = chromium_path()
-    arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    """A connection to the Chromium of this run of the tests; at its end the browser closes what the
+    connection has opened."""
+    address = await asyncio.to_thread(browser_server)
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, args=arguments)
+        browser = await playwright.chromium.connect(address)
         try:
             yield browser
         finally:
@@ -240,13 +274,12 @@ async def screen(
         await context.close()
 
 
-def renderer_bytes(browser_pids: set[int]) -> int:
-    """Memory of the largest process that draws pages, among the children of this one that were not
-    there before."""
+def renderer_bytes() -> int:
+    """Memory of the largest process that draws pages."""
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if child.pid not in browser_pids and "--type=renderer" in " ".join(child.cmdline()):
+            if "--type=renderer" in " ".join(child.cmdline()):
                 found.append(child.memory_full_info().uss)
         except psutil.NoSuchProcess:
             continue

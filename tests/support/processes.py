@@ -28,9 +28,9 @@ PORTS = Ports()
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Return the fork server of this run of the tests, which starts all services; it is started at
-    the first call."""
-    server = ForkServer(SERVICE_MODULES)
+    """Return the fork server of this run of the tests, which starts all services and clients; it is
+    started at the first call."""
+    server = ForkServer((*SERVICE_MODULES, "support.client_process"))
     atexit.register(server.close)
     return server
 

@@ -31,7 +31,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelsFolder:
 
 
 def test_the_first_is_promoted_and_a_better_one_after_it(models: ModelsFolder) -> None:
-    few, many = told_by_the_plan(24, text=False), told_by_the_plan(200, text=False, shift=3.0)
+    few, many = told_by_the_plan(24, text=False), told_by_the_plan(100, text=False, shift=3.0)
     first = refit(few, models, "v1")
     assert (
         first.promoted and first.current_loss is None and models.current() == models.folder / "v1"
@@ -44,7 +44,7 @@ def test_the_first_is_promoted_and_a_better_one_after_it(models: ModelsFolder) -
 def test_a_worse_one_is_kept_and_not_promoted(
     models: ModelsFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    transcripts = told_by_the_plan(200, text=False)
+    transcripts = told_by_the_plan(100, text=False)
     refit(transcripts, models, "good")
     untaught = Training("bad", fitting=Fitting(epochs=0))
     monkeypatch.setattr("treadle_learned.training.Training", lambda *_, **__: untaught)
@@ -145,7 +145,7 @@ def test_who_is_in_use_is_judged_by_the_member_that_has_not_seen_the_validation_
 ) -> None:
     """The same transcripts again. Result: neither is better, though the one in use was fitted on
     the validation prompts by all its members but one."""
-    transcripts = told_by_the_plan(200, text=False)
+    transcripts = told_by_the_plan(100, text=False)
     refit(transcripts, models, "v1")
     current = load(models.folder / "v1")
     again = refit(transcripts, models, "v2", seed=5)
