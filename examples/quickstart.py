@@ -45,8 +45,7 @@ async def main(address: str) -> None:
         waited_s = sum(step.queue_s for step in t.steps)
         print(
             f"{t.prompt_id}/{t.sample} {t.outcome}: {sum(t.loss_mask)} tokens in {len(t.steps)} "
-            "turns, "
-            f"reward {t.reward}, waited {waited_s:.2f} s {t.error}"
+            f"turns, reward {t.reward}, waited {waited_s:.2f} s {t.error}"
         )
 
 

@@ -98,8 +98,7 @@ class AttachPlan:
         if self.scheduler and self.secure:
             raise UsageProblem(
                 "--secure is of a mesh that attach starts; for one that runs, set "
-                f"{FOLDER_VARIABLE} to the folder of "
-                "a sidecar's certificate"
+                f"{FOLDER_VARIABLE} to the folder of a sidecar's certificate"
             )
         if self.kv_folder is not None and not self.kv_folder.is_dir():
             raise UsageProblem(f"--kv-folder {self.kv_folder}: there is no such folder")

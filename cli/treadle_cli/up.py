@@ -62,17 +62,15 @@ def up(
         bool | None,
         typer.Option(
             "--secure/--no-secure",
-            help="Encrypt every connection, and let nobody call without a certificate. With "
-            "--ray, so by default where "
-            "the cluster has several nodes.",
+            help="Encrypt every connection, and let nobody call without a certificate. With --ray, "
+            "so by default where the cluster has several nodes.",
         ),
     ] = None,
     ray: Annotated[
         str,
         typer.Option(
             help="Instead: a mesh of Ray actors beside the engines of this cluster, which goes on "
-            "until treadle down. "
-            "An address as ray.init takes it: auto, host:port, ray://host:port."
+            "until treadle down. An address as ray.init takes it: auto, host:port, ray://host:port."
         ),
     ] = "",
     engine_actor: Annotated[

@@ -167,10 +167,8 @@ class Run:
                 ended_s = time.time()
                 print(
                     f"step {step}: reward {record['reward']:.3f}, {record['step_s']:.1f} s "
-                    "(rollout "
-                    f"{record['rollout_s']:.1f}, train {record['train_s']:.1f}, sync "
-                    f"{sync_s:.1f}), "
-                    f"staleness {record['staleness']}, {record['drift_text']}",
+                    f"(rollout {record['rollout_s']:.1f}, train {record['train_s']:.1f}, sync "
+                    f"{sync_s:.1f}), staleness {record['staleness']}, {record['drift_text']}",
                     flush=True,
                 )
         await self._evaluate(setup.steps)

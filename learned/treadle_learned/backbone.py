@@ -78,8 +78,7 @@ class Backbone:
         if len(tokenizer) > rows:
             raise LearnedError(
                 f"backbone: the tokenizer of {name!r} has {len(tokenizer)} tokens and the model "
-                f"embeds {rows}: "
-                "they are of different models"
+                f"embeds {rows}: they are of different models"
             )
         return cls(name, tokenizer, model, device)
 
@@ -207,9 +206,8 @@ def load_tokenizer(name: str) -> Any:
 def _not_loaded(what: str, name: str, error: BaseException) -> LearnedError:
     where = "folder" if Path(name).exists() else "hub name"
     return LearnedError(
-        f"{what}: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); "
-        "pass a folder with config.json, weights and tokenizer, or a name that this machine can "
-        "fetch"
+        f"{what}: {where} {name!r} cannot be loaded ({str(error).splitlines()[0]}); pass a folder "
+        "with config.json, weights and tokenizer, or a name that this machine can fetch"
     )
 
 
@@ -226,9 +224,8 @@ def load_tuned(
         merged = peft.PeftModel.from_pretrained(base.model, str(tuned)).merge_and_unload()
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise LearnedError(
-            f"{tuned}: does not fit backbone {name!r} ({str(error).splitlines()[0]}); put back "
-            "the backbone that "
-            "it was trained on, or train again"
+            f"{tuned}: does not fit backbone {name!r} ({str(error).splitlines()[0]}); put back the "
+            "backbone that it was trained on, or train again"
         ) from error
     return Backbone(
         name, base.tokenizer, merged.to(dtype or fitting_dtype(base.device)), base.device

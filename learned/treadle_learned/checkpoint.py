@@ -99,8 +99,7 @@ class Checkpoint:
         if backbone.fingerprint != self.fingerprint:
             raise LearnedError(
                 f"backbone {self.backbone!r}: is not the model and tokenizer that {self.version} "
-                "was fitted with; "
-                "put those back, or fit again"
+                "was fitted with; put those back, or fit again"
             )
         return backbone
 

@@ -132,9 +132,8 @@ def test_a_client_without_the_framework_works_and_the_adapter_says_what_is_missi
     """In a process of its own, in which no framework can be imported."""
     names = ("verl", "areal", "rllm", "roll", "trl")
     program = (
-        f"import sys; sys.modules.update({', '.join(f'{name}=None' for name in names)})\n"
-        "import treadle, treadle.adapters.calls\n"
-        f"import treadle.adapters.{adapter}"
+        f"import sys; sys.modules.update({', '.join(f'{name}=None' for name in names)})\nimport "
+        f"treadle, treadle.adapters.calls\nimport treadle.adapters.{adapter}"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TREADLE_ADDRESS"}
     done = subprocess.run(

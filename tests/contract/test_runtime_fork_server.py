@@ -135,11 +135,9 @@ def test_a_child_ends_after_its_threads_and_exit_handlers_with_all_that_it_print
     server: ForkServer, folder: Path
 ) -> None:
     (folder / "program.py").write_text(
-        "import atexit, sys, threading, time\n"
-        "atexit.register(lambda: print('handler'))\n"
+        "import atexit, sys, threading, time\natexit.register(lambda: print('handler'))\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "print('main')\n"
-        "sys.exit('why')\n"
+        "print('main')\nsys.exit('why')\n"
     )
     assert start(server, folder).wait() == 1
     assert sorted((folder / "output").read_text().split()) == ["handler", "main", "thread", "why"]

@@ -141,8 +141,7 @@ def test_several_epochs_are_summed_up_by_the_median_ratio_and_all_are_shown(tmp_
     assert [(play.arm, play.epoch) for play in run.compared] == [("pinned-fcfs", 1), ("treadle", 1)]
     assert headline(run) == (
         "Treadle finished 17 % sooner than Pinned FCFS: 10.0 s against 12.0 s, the median of 3 "
-        "epochs, whose ratios "
-        "are 1.00 to 1.50."
+        "epochs, whose ratios are 1.00 to 1.50."
     )
     assert epoch_rows(run) == [
         ("epoch 0, teaches the predictor", ["20.0 s", ""], ""),

@@ -11,13 +11,10 @@ from transformers import PreTrainedTokenizerFast
 from treadle.environments import Chat, Message, user
 
 CHATML = (
-    "{%- if tools %}<|im_start|>system\n"
-    "{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|im_end|>\n{% endif %}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'tool' %}<|im_start|>user\n<tool_response>{{ message.content "
-    "}}</tool_response><|im_end|>\n"
-    "{% else %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}"
-    "{%- endfor %}"
+    "{%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }} {% endfor "
+    "%}<|im_end|>\n{% endif %}{%- for message in messages %}{%- if message.role == 'tool' "
+    "%}<|im_start|>user\n<tool_response>{{ message.content }}</tool_response><|im_end|>\n{% else "
+    "%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if quiet %}<think></think>{% endif "
     "%}{% endif %}"
 )

@@ -82,8 +82,7 @@ def test_the_same_tool_has_the_same_recipe_in_every_run_of_the_service() -> None
     between processes."""
     code = (
         "from treadle_tools.builtin import TOOLS; from treadle_tools.sandbox.bubblewrap import "
-        "find_code; "
-        "print([find_code(tool) for tool in TOOLS])"
+        "find_code; print([find_code(tool) for tool in TOOLS])"
     )
     told = set()
     for seed in ("1", "2", "3", "4"):

@@ -233,13 +233,11 @@ def _run_record(
         conditions=(
             f"Same engines for both arms, {where}.",
             "In an epoch both arms have the same prompts, sampling seeds and environment seeds; "
-            "another epoch samples "
-            "with other seeds. Treadle plays an epoch first, so that its predictor knows no "
-            "sample of it.",
+            "another epoch samples with other seeds. Treadle plays an epoch first, so that its "
+            "predictor knows no sample of it.",
             "The baseline plays epoch 0, from which the predictor learns as from the first epoch "
-            "of a training run; it "
-            "is compared with nothing. Each play begins with flushed KV caches, in the engines "
-            "and in shared storage.",
+            "of a training run; it is compared with nothing. Each play begins with flushed KV "
+            "caches, in the engines and in shared storage.",
             f"Each tool call takes {work.tool_latency_s:g} s longer (--tool-latency), like a call "
             "across a network: "
             "FrozenLake answers in milliseconds, and no KV can move in that time.",

@@ -172,9 +172,8 @@ def _describe(server: Server, profile: EngineProfile) -> str:
     )
     return (
         f"{profile.model_path}, weights {profile.weight_version!r}, {profile.kv_tokens:,} KV "
-        "tokens, "
-        f"sequences of up to {profile.max_sequence_tokens:,}, TP {profile.tensor_parallel}; "
-        f"sampling seeds are {seeds}"
+        f"tokens, sequences of up to {profile.max_sequence_tokens:,}, TP "
+        f"{profile.tensor_parallel}; sampling seeds are {seeds}"
     )
 
 
@@ -184,9 +183,8 @@ Found = Callable[..., Finding]
 def _radix_cache(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> Finding:
     if server.get("disable_radix_cache"):
         do = (
-            "Start it without --disable-radix-cache: each turn and each resumed step would "
-            "compute its whole context "
-            "again, which costs more than any schedule wins."
+            "Start it without --disable-radix-cache: each turn and each resumed step would compute "
+            "its whole context again, which costs more than any schedule wins."
         )
         return found("radix cache", PROBLEM, "is off", do)
     return found("radix cache", OK, "is on: a next turn computes only what is new")
@@ -209,9 +207,8 @@ def _slots(server: Mapping[str, Any], profile: EngineProfile, found: Found) -> F
         return found("slots", OK, says)
     do = (
         "--max-running-requests N makes priorities bite: of more steps than N, the longest "
-        "trajectories run first. "
-        "Without it SGLang admits as many as its KV holds. --slots of treadle attach does the "
-        "same in front of it."
+        "trajectories run first. Without it SGLang admits as many as its KV holds. --slots of "
+        "treadle attach does the same in front of it."
     )
     return found("slots", WARNING, f"{says}; no limit is set", do)
 
@@ -230,9 +227,8 @@ def _storage(server: Mapping[str, Any], profile: EngineProfile, found: Found) ->
     if not profile.storage:
         do = (
             "A move computes the context again on the other engine. To move KV instead, add "
-            f"{STORAGE_FLAGS} and "
-            f"{STORAGE_FOLDER}=FOLDER, the same for all engines, and give treadle attach "
-            "--kv-folder FOLDER."
+            f"{STORAGE_FLAGS} and {STORAGE_FOLDER}=FOLDER, the same for all engines, and give "
+            f"treadle attach --kv-folder FOLDER."
         )
         return found("moves", WARNING, "no shared storage of KV", do)
     wrong = {

@@ -49,9 +49,8 @@ def engine_python() -> Path:
         if python.is_file():
             return python
     raise UsageProblem(
-        "The venv of SGLang (.venv-engine) does not exist.\n"
-        f"Run `make setup` in the checkout, or set {ENGINE_PYTHON_VARIABLE} to a python that has "
-        "SGLang."
+        f"The venv of SGLang (.venv-engine) does not exist.\nRun `make setup` in the checkout, or "
+        f"set {ENGINE_PYTHON_VARIABLE} to a python that has SGLang."
     )
 
 

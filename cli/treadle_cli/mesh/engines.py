@@ -162,8 +162,7 @@ def place_kv(
             return KvStorage(tree.make_folder(place), limit_gb)
     raise UsageProblem(
         f"--kv-limit-gb {limit_gb:.1f}: {places[-1]} has {free_gb:.1f} GB free that this user may "
-        "write; give less, or "
-        "another --kv-folder"
+        "write; give less, or another --kv-folder"
     )
 
 

@@ -248,8 +248,7 @@ def _draw_heading(figure: Figure, run: Run, figures: Sequence[PlayFigures], heig
         )
     facts = (
         f"{figures[0].trajectories} trajectories a play on {len(record.engines)} engines of "
-        f"{record.slots} slots · "
-        f"{record.model} · seed {record.seed} · {record.machine}"
+        f"{record.slots} slots · {record.model} · seed {record.seed} · {record.machine}"
     )
     figure.text(0.015, 1 - 0.30 / height, f"Makespan: {spans}", size=15, weight="bold")
     figure.text(0.015, 1 - 0.54 / height, facts, size=9, color=FAINT)

@@ -95,8 +95,7 @@ def simulate(
         str | None,
         typer.Option(
             help="With commas between: verl, sticky, verl*, slime, affinity-las, pausing, heddle, "
-            "treadle, oracle "
-            "(these all by default), treadle-homogeneous.",
+            "treadle, oracle (these all by default), treadle-homogeneous.",
             autocompletion=complete_from(*NAMED_SYSTEMS),
         ),
     ] = None,

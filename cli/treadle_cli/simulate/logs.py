@@ -333,10 +333,9 @@ def _read_slime(path: Path) -> Read:
     except (RuntimeError, ValueError, EOFError, KeyError, _unpickling_error()) as error:
         raise UsageProblem(
             f"--from-log {path}: is no file of --save-debug-rollout-data that holds plain values "
-            "alone: "
-            f"{str(error).splitlines()[0]}\nIn slime's venv keep what is read: samples as dicts "
-            "of tokens, "
-            "response_length, loss_mask, group_index, status and non_generation_time."
+            f"alone: {str(error).splitlines()[0]}\nIn slime's venv keep what is read: samples as "
+            f"dicts of tokens, response_length, loss_mask, group_index, status and "
+            "non_generation_time."
         ) from None
     samples = dumped.get("samples") if isinstance(dumped, dict) else None
     if not isinstance(samples, list):
@@ -441,8 +440,7 @@ def _read_verl(path: Path, tokenizer: Path | None) -> Read:
         )
     assumptions = [
         "verl logs texts, and neither turns nor seconds: each trajectory is one turn, in which "
-        "what tools said counts "
-        "as generated, and no tool takes time.",
+        "what tools said counts as generated, and no tool takes time.",
         "Texts are tokenized again, which may give some tokens more or less than were sampled.",
     ]
     return works, 0.0, assumptions

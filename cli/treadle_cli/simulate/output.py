@@ -120,8 +120,7 @@ def _assumptions(plan: SimulationPlan) -> tuple[str, ...]:
         model, gpus = plan.settings[0].models[0], plan.settings[0].gpus
         engines = (
             f"Engines are {model.llm} on {gpus} {model.accelerator}: give yours with --llm, "
-            "--accelerator, --gpus and "
-            "--slots, or with a measured --profile.",
+            "--accelerator, --gpus and --slots, or with a measured --profile.",
         )
     always = (
         "All trajectories are there at once, and end at the lengths that were logged, "
@@ -164,8 +163,7 @@ def _verdict(comparison: Comparison, treadle: Row) -> str:
     if best:
         parts.append(
             f"is {treadle.ratios['best_baseline']:.2f} times as fast as the best baseline, "
-            f"{best.system.name} "
-            f"({best.median.makespan_s:.1f} s on {best.engines})"
+            f"{best.system.name} ({best.median.makespan_s:.1f} s on {best.engines})"
         )
     if to_oracle := treadle.ratios["oracle"]:
         parts.append(f"takes {_longer(to_oracle)} if it knew every length ({ORACLE.name})")
@@ -197,8 +195,7 @@ def _losses(comparison: Comparison, treadle: Row) -> tuple[str, ...]:
         if first and getattr(first.median, name) < getattr(own, name) * (1.0 - SAME):
             found.append(
                 f"{what} the trajectories have ended after {getattr(first.median, name):.1f} s "
-                "with "
-                f"{first.system.name}, after {getattr(own, name):.1f} s with treadle"
+                f"with {first.system.name}, after {getattr(own, name):.1f} s with treadle"
             )
     least = min(others, key=lambda row: row.median.recomputed_tokens, default=None)
     if (
@@ -230,8 +227,7 @@ def _notes(plan: SimulationPlan, comparison: Comparison) -> tuple[str, ...]:
         )
     notes.append(
         "All of this is simulated: docs/simulator.md states every assumption. The engine's curve "
-        f"is {plan.origin} "
-        "(sim/README.md)."
+        f"is {plan.origin} (sim/README.md)."
     )
     return tuple(notes)
 
@@ -293,9 +289,8 @@ def heading(plan: SimulationPlan) -> str:
     prompts, model = len(groups(works)), setting.models[0]
     return (
         f"{plan.workload}: {len(works):,} trajectories of {prompts:,} prompts, "
-        f"{setting.workload.gen_tokens:,} tokens; "
-        f"{model.llm} on {setting.gpus} {model.accelerator}, predictor {setting.predictor}, seed "
-        f"{setting.seed}"
+        f"{setting.workload.gen_tokens:,} tokens; {model.llm} on {setting.gpus} "
+        f"{model.accelerator}, predictor {setting.predictor}, seed {setting.seed}"
     )
 
 

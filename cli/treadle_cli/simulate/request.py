@@ -176,8 +176,7 @@ def _make_settings(request: Request, models: tuple[EngineModel, ...]) -> tuple[S
     if request.predictor == "prompt-mean" and unchanged:
         raise UsageProblem(
             "--predictor: prompt-mean knows an earlier epoch, and a trace file that runs as it is "
-            "has none; "
-            "give --prompts, which draws a batch and an earlier epoch from it"
+            "has none; give --prompts, which draws a batch and an earlier epoch from it"
         )
     name, samples = (
         log.name if log else Path(request.workload).name,
@@ -214,8 +213,7 @@ def _read_trace_file(name: str) -> tuple[TrajectoryWork, ...]:
     except FileNotFoundError:
         raise UsageProblem(
             f"WORKLOAD: there is no workload and no file {name!r}; take {', '.join(WORKLOADS)} or "
-            "a trace file "
-            "(docs/traces.md)"
+            "a trace file (docs/traces.md)"
         ) from None
     except OSError as error:
         raise UsageProblem(f"WORKLOAD: {name}: {error.strerror}") from error
@@ -246,6 +244,5 @@ def _check_fit(setting: Setting, degree: int) -> None:
     if all(setting.gpus % gpus for gpus in fitting):
         raise UsageProblem(
             f"--gpus: {setting.gpus} do not divide into engines that hold this workload, which "
-            "take "
-            f"{', '.join(map(str, fitting))} GPUs each"
+            f"take {', '.join(map(str, fitting))} GPUs each"
         )

@@ -71,9 +71,8 @@ def read_run_log(folder: Path) -> Log:
             f"The work is that of {play.title}, epoch {play.epoch}: {len(works)} trajectories as "
             "they were sampled.",
             f"The engines' speed is fitted to {len(points)} turns of that play; half of these are "
-            "within "
-            f"{decode.error.median:.0%} of it. KV always fits, and a move takes no longer the "
-            "more KV it has.",
+            f"within {decode.error.median:.0%} of it. KV always fits, and a move takes no longer "
+            f"the more KV it has.",
         ),
         model=model,
         gpus=len(run.record.engines),

@@ -235,9 +235,8 @@ class BiasGuard:
         if trained < STARVED * sampled:
             found.append(
                 f"Long samples are starved: {sampled:.1%} of sampled and {trained:.1%} of trained "
-                "samples have more "
-                f"than {edge:,.0f} tokens. Train more of the longest of a group, prune fewer "
-                "prompts, or raise the cap."
+                f"samples have more than {edge:,.0f} tokens. Train more of the longest of a group, "
+                f"prune fewer prompts, or raise the cap."
             )
         sampled, trained = (
             float(each.shares()[_HARD_BIN]) for each in (self.rate.sampled, self.rate.trained)
@@ -245,10 +244,8 @@ class BiasGuard:
         if trained < STARVED * sampled:
             found.append(
                 f"Hard prompts are starved: {sampled:.1%} of sampled and {trained:.1%} of trained "
-                "samples belong to "
-                f"prompts that succeed at most {HARD_RATE:.0%} of the time. Start more samples of "
-                "them, or keep their "
-                "groups where all samples fail."
+                f"samples belong to prompts that succeed at most {HARD_RATE:.0%} of the time. "
+                f"Start more samples of them, or keep their groups where all samples fail."
             )
         kept = self.kept
         if kept.regime == "wasteful":

@@ -71,8 +71,7 @@ class CapPolicy:
         if self.most_cut_share < 1.0 - self.percentile - ROUNDING:
             raise ValueError(
                 f"most_cut_share must be at least 1 - percentile ({1.0 - self.percentile:.3g}), "
-                "which the cap cuts by "
-                f"itself; is {self.most_cut_share}"
+                f"which the cap cuts by itself; is {self.most_cut_share}"
             )
         for name in ("step_share", "most_truncated_share"):
             if not 0.0 < getattr(self, name) <= 1.0:

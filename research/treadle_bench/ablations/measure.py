@@ -184,8 +184,7 @@ async def _measure_placements(options: BenchOptions) -> dict[str, Any]:
 def _draw_placements(found: Figures, file: Path) -> None:
     note = (
         f"{LLM} on {found['gpus']} {found['accelerator']} GPUs, one an engine; "
-        f"{describe_seeds(found['seeds'])}. "
-        "Right: when half of the trajectories had ended."
+        f"{describe_seeds(found['seeds'])}. Right: when half of the trajectories had ended."
     )
     panels = [
         [

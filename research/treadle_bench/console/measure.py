@@ -157,8 +157,7 @@ def _memory_mb() -> dict[str, float]:
 
 BENCH = Bench(
     "console",
-    "How far a page of the console is behind, and its memory: 6,400 trajectories and 1,000 facts "
-    "a second in a real "
-    "Chromium. Takes a minute a repeat.",
+    "How far a page of the console is behind, and its memory: 6,400 trajectories and 1,000 facts a "
+    "second in a real Chromium. Takes a minute a repeat.",
     measure,
 )

@@ -347,8 +347,7 @@ async def _time_sidecar(calls: Calls, prompt: list[int]) -> StepTime:
 BENCH = Bench(
     "control-plane",
     "What the control plane costs: ScheduleStep alone and 32 in flight, and a step through the "
-    "sidecar against the "
-    "engine's HTTP alone. Takes about 4 minutes on 2 cores.",
+    "sidecar against the engine's HTTP alone. Takes about 4 minutes on 2 cores.",
     measure,
     engines=1,
 )

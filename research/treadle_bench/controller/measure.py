@@ -116,7 +116,6 @@ def _by_kind(events: Events, policy: Policy, planner: type[Planner]) -> dict[str
 BENCH = Bench(
     "controller",
     "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 "
-    "engines. Takes "
-    "about 4 minutes.",
+    "engines. Takes about 4 minutes.",
     measure,
 )

@@ -187,8 +187,7 @@ def _mean_parts(plays: Sequence[Play]) -> dict[str, float]:
 BENCH = Bench(
     "fidelity",
     "The same rollout on two live engines and in the simulator, on the profile measured on them. "
-    "--repeats: live plays "
-    "of each policy. Takes 2 minutes, and 2 a repeat, on 2 cores.",
+    "--repeats: live plays of each policy. Takes 2 minutes, and 2 a repeat, on 2 cores.",
     measure,
     engines=ENGINES,
 )

@@ -424,8 +424,7 @@ async def until(
 BENCH = Bench(
     "fleet",
     "64 emulated engines and 6,400 live trajectories on this machine, while an engine, a client, "
-    "the scheduler and "
-    "NATS are killed. Takes about 25 minutes on 2 cores.",
+    "the scheduler and NATS are killed. Takes about 25 minutes on 2 cores.",
     measure,
     page=lambda _: {"llm": emulated.LLM, "accelerator": emulated.ACCELERATOR},
 )

@@ -211,8 +211,7 @@ def _draw(rng: random.Random, count: int) -> list[int]:
 BENCH = Bench(
     "front-door",
     "What a request through the gateway costs against the same one straight to the engine, by "
-    "turns. Takes about 10 "
-    "minutes on 2 cores.",
+    "turns. Takes about 10 minutes on 2 cores.",
     measure,
     engines=1,
 )

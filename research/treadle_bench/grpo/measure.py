@@ -413,10 +413,8 @@ def interval(values: Sequence[float]) -> list[float]:
 BENCH = Bench(
     "grpo",
     "GRPO on a small model through a mesh with two engines: rewards, seconds by part, staleness "
-    "and drift, for three "
-    "asynchronous bounds, with and without a length cap, and with a trainer, a service and an "
-    "engine killed. Starts "
-    "engines; --resume goes on.",
+    "and drift, for three asynchronous bounds, with and without a length cap, and with a trainer, "
+    "a service and an engine killed. Starts engines; --resume goes on.",
     measure,
     engines=2,
     page=page_values,

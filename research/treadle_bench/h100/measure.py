@@ -395,8 +395,7 @@ def page(figures: Figures) -> Figures:
 BENCH = Bench(
     "h100",
     "Engines on one NVIDIA card, alone and two that share it: curves, preemption, streams, moves, "
-    "rollouts of a trace "
-    "(--data). SGLang's flags after --.",
+    "rollouts of a trace (--data). SGLang's flags after --.",
     measure,
     engines=2,
     page=page,

@@ -155,9 +155,8 @@ def _merge(values: Sequence[Any]) -> Any:
 
 BENCH = Bench(
     "heddle12",
-    "Heddle's Figure 12: coding, search and math on three models and 64 GPUs, every system and "
-    "the bound; "
-    "--scale for a part of it. Takes about an hour on 2 cores.",
+    "Heddle's Figure 12: coding, search and math on three models and 64 GPUs, every system and the "
+    "bound; --scale for a part of it. Takes about an hour on 2 cores.",
     measure,
     page=page_values,
     draw=draw,

@@ -169,10 +169,9 @@ def draw(found: Mapping[str, Any], file: Path) -> None:
     cells = found["cells"]
     names = list(dict.fromkeys(cell["workload"] for cell in cells))
     note = (
-        f"Makespan over a bound that no schedule beats (1). {found['gpus']} "
-        f"{found['accelerator']} GPUs, "
-        f"{describe_seeds(found['seeds'])}. Baselines at their best degree; pale: verl, verl* and "
-        "slime at the paper's."
+        f"Makespan over a bound that no schedule beats (1). {found['gpus']} {found['accelerator']} "
+        f"GPUs, {describe_seeds(found['seeds'])}. Baselines at their best degree; pale: verl, "
+        f"verl* and slime at the paper's."
     )
     with sheet(
         "How far above the bound each system ends", note, file, height_in=4.8, top=0.74

@@ -187,8 +187,7 @@ async def _time_step(caller: Caller) -> tuple[float, float]:
 BENCH = Bench(
     "identity",
     "What certificates and sealed tickets cost: ScheduleStep and a step, against a mesh in "
-    "plaintext, by turns. Takes "
-    "about 10 minutes on 2 cores.",
+    "plaintext, by turns. Takes about 10 minutes on 2 cores.",
     measure,
     engines=1,
 )

@@ -291,8 +291,7 @@ def _page(_figures: Figures) -> Figures:
 BENCH = Bench(
     "migration",
     "Moves between two live engines: cached tokens, first token, hidden time, others' tokens. "
-    "Starts engines. "
-    "--repeats: contexts and rounds of moves; each takes a minute on 2 cores.",
+    "Starts engines. --repeats: contexts and rounds of moves; each takes a minute on 2 cores.",
     measure,
     engines=ENGINES,
     page=_page,

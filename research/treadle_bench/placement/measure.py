@@ -204,7 +204,6 @@ def _largest_difference(seed: int) -> float:
 BENCH = Bench(
     "placement",
     "The exact placement of up to 1,000,000 trajectories on 1,024 engines, against the dynamic "
-    "program. Takes "
-    "about a minute.",
+    "program. Takes about a minute.",
     measure,
 )

@@ -107,8 +107,7 @@ def draw(found: Figures, file: Path) -> None:
     data = list(dict.fromkeys(row["data"] for row in rows))
     note = (
         f"By steps seen, each prompt by fits without it. Backbone {found['backbone']}, frozen. "
-        "Shade: 95% over "
-        f"prompts of the learned one; at the right ±{100 * TOLERANCE:.0f} points."
+        f"Shade: 95% over prompts of the learned one; at the right ±{100 * TOLERANCE:.0f} points."
     )
     height_in = HEAD_IN + ROW_IN * len(data)
     with sheet(

@@ -73,8 +73,7 @@ def check_aims(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         (
             f"at least {KV_AIM} where engines cannot hold the KV of all slots",
             f"{_count(full, to_best, least=KV_AIM)}; {_reach(full)} if every rollout ended on its "
-            "bound, "
-            f"which leaves room for {KV_AIM} in {sum(map(_has_room, full))}",
+            f"bound, which leaves room for {KV_AIM} in {sum(map(_has_room, full))}",
         ),
         (
             f"told every length, at most {TOLD_AIM} times as long",

@@ -243,7 +243,6 @@ def multisets(gpus: int, degrees: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 BENCH = Bench(
     "resources",
     "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. "
-    "Takes about "
-    "2 minutes.",
+    "Takes about 2 minutes.",
     measure,
 )

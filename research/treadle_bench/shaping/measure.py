@@ -198,8 +198,7 @@ async def play(
 BENCH = Bench(
     "shaping",
     "DARTS' and RollArt's tables and a lesson's patches: which samples are trained, how many are "
-    "started and how long "
-    "they may be; with a model of learning. Takes about 20 minutes.",
+    "started and how long they may be; with a model of learning. Takes about 20 minutes.",
     measure,
     page=page_values,
     draw=draw,

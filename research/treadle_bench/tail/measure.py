@@ -171,8 +171,7 @@ def find_gains(batch: Batch, speculation: Speculation) -> list[dict[str, Any]]:
 BENCH = Bench(
     "tail",
     "What could still shorten a rollout's tail (--data): speculative decoding, with accepted "
-    "lengths measured on "
-    "recorded samples; simulated H200s. Takes about 10 minutes a seed.",
+    "lengths measured on recorded samples; simulated H200s. Takes about 10 minutes a seed.",
     measure,
     page=page_values,
     draw=draw,

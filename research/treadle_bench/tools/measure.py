@@ -141,9 +141,8 @@ def _summarize_calls(replay: Replay, provider: ProviderModel) -> dict[str, float
 BENCH = Bench(
     "tools",
     "Actions of tools and rewards: the elastic scheduler against pods, fixed degrees, GPU groups "
-    "and retries under a "
-    "virtual clock; decisions and the live service in real time. --quick: seconds. Takes 10 "
-    "minutes.",
+    "and retries under a virtual clock; decisions and the live service in real time. --quick: "
+    "seconds. Takes 10 minutes.",
     measure,
     page=page_values,
     draw=draw,

@@ -188,8 +188,7 @@ def _score_predictors(name: str, options: BenchOptions) -> list[dict[str, Any]]:
 
 BENCH = Bench(
     "workloads",
-    "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), "
-    "and what each "
-    "predictor finds of the longest. Takes about 2 minutes.",
+    "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), and "
+    "what each predictor finds of the longest. Takes about 2 minutes.",
     measure,
 )

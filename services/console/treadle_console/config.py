@@ -46,8 +46,7 @@ class ConsoleSettings(Settings):
         if value and not (len(value) >= LEAST_KEY_CHARS and plain):
             raise ValueError(
                 f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at "
-                "an end: "
-                "openssl rand -hex 16"
+                "an end: openssl rand -hex 16"
             )
         return key
 

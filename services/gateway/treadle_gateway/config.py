@@ -52,7 +52,6 @@ class GatewaySettings(Settings):
             if not value:
                 raise ValueError(
                     f"TREADLE_GATEWAY_HTTP_LISTEN={self.http_listen} would let other machines in: "
-                    f"set {name}, or "
-                    "TREADLE_INSECURE_PLAINTEXT=true"
+                    f"set {name}, or TREADLE_INSECURE_PLAINTEXT=true"
                 )
         return self

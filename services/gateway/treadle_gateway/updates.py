@@ -234,8 +234,7 @@ class Updates:
         if offset + ranks > world_size:
             raise Refused(
                 f"world_size: must be at least {offset + ranks}, since these {len(engines)} "
-                f"engines have {ranks} "
-                f"processes after rank {offset}; is {world_size}"
+                f"engines have {ranks} processes after rank {offset}; is {world_size}"
             )
         offsets, at = dict[str, int](), offset
         for engine in sorted(engines, key=lambda each: each.engine_id):

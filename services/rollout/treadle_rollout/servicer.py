@@ -137,8 +137,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             raise FailedPrecondition(
                 "BATCH_TOO_LARGE",
                 f"the batch has {size_bytes} bytes, a message may have {self._batch_bytes}: call "
-                "StreamBatch with the"
-                " same request_id",
+                "StreamBatch with the same request_id",
             )
         self._meters.record_batch()
         return convert.batch_to(batch, await rollout.payloads_of(batch))

@@ -229,9 +229,8 @@ class PayloadStore:
             len(data) + beside_bytes <= self._room_bytes,
             "trajectory",
             f"has {len(data)} bytes, more than the store of tokens has room for in all "
-            f"({self._room_bytes:.0f}): raise"
-            " TREADLE_ROLLOUT_PAYLOAD_BYTES, or generate fewer tokens a trajectory "
-            "(max_total_tokens)",
+            f"({self._room_bytes:.0f}): raise TREADLE_ROLLOUT_PAYLOAD_BYTES, or generate fewer "
+            "tokens a trajectory (max_total_tokens)",
         )
         if now_s < self._full_until:
             raise self._full(len(data))
@@ -328,6 +327,5 @@ def payload_lost(trajectory_id: str) -> FailedPrecondition:
     return FailedPrecondition(
         "BATCH_EXPIRED",
         f"the tokens of trajectory {trajectory_id} are gone: a batch can be repeated until it is "
-        "confirmed, and for a"
-        " limited time only",
+        "confirmed, and for a limited time only",
     )

@@ -164,8 +164,7 @@ class Weights:
             raise FailedPrecondition(
                 "NO_MEMORY_SAVER",
                 "the engine cannot give memory away: SGLang was started without "
-                "--enable-memory-saver, and would keep "
-                "all memory without an error",
+                "--enable-memory-saver, and would keep all memory without an error",
             )
         return await asyncio.shield(self._begin(self._sleep(tags, abort=abort)))
 

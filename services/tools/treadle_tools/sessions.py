@@ -319,8 +319,7 @@ class Sessions:
             raise NotFound(
                 "SESSION_NOT_FOUND",
                 f"session_id: there is no session {session_id[:64]!r}: closed, idle for over "
-                f"{self._idle_s:g} s, or "
-                "lost with the machine or the sandbox daemon that held it",
+                f"{self._idle_s:g} s, or lost with the machine or the sandbox daemon that held it",
                 session_id=session_id,
             )
         return session

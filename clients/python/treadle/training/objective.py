@@ -84,10 +84,9 @@ class Drift:
     def describe(self) -> str:
         """Describe the drift in one sentence for a log."""
         found = (
-            f"the trainer's logprobs differ from the rollout's by {self.mean_abs:.3g} nats a "
-            "token in the mean "
-            f"(KL {self.k3:.3g}, {self.clip_fraction:.1%} of {self.tokens} tokens beyond the clip, "
-            f"largest ratio {self.max_ratio:.3g})"
+            f"the trainer's logprobs differ from the rollout's by {self.mean_abs:.3g} nats a token "
+            f"in the mean (KL {self.k3:.3g}, {self.clip_fraction:.1%} of {self.tokens} tokens "
+            f"beyond the clip, largest ratio {self.max_ratio:.3g})"
         )
         if not self.is_large:
             return f"{found}."

@@ -27,8 +27,7 @@ OPEN_PATHS = ("/health", "/health_generate")  # open to probes, which have no ke
 VLLM_GROUPS = ("/init_weight_transfer_engine", "/init_broadcaster", "/collective_rpc")
 NO_VLLM_GROUP = (
     "SGLang engines cannot join a vLLM weight-transfer group; save the weights and call "
-    "/update_weights_from_disk, or "
-    "join them with /init_weights_update_group"
+    "/update_weights_from_disk, or join them with /init_weights_update_group"
 )
 ADAPTERS = (
     *("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"),

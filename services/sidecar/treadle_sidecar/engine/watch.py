@@ -181,8 +181,7 @@ def _require_supported(server: Mapping[str, Any], model: Mapping[str, Any]) -> N
     if STREAMING not in server:
         raise EngineRefused(
             f"its /server_info does not say how it streams ({STREAMING}); use SGLang 0.5.23, and "
-            "start it with "
-            f"{INCREMENTAL_FLAG}"
+            f"start it with {INCREMENTAL_FLAG}"
         )
     mode = server.get("disaggregation_mode") or "null"
     if mode != "null":

@@ -283,9 +283,8 @@ class GpuService(_Declared):
         served = {server.degree for server in self.servers}
         if served != set(self.bytes_per_gpu):
             raise ValueError(
-                f"gpu_service {self.name!r}: servers are of {sorted(served)} GPUs, "
-                "`bytes_per_gpu` is of "
-                f"{sorted(self.bytes_per_gpu)}: name the same"
+                f"gpu_service {self.name!r}: servers are of {sorted(served)} GPUs, `bytes_per_gpu` "
+                f"is of {sorted(self.bytes_per_gpu)}: name the same"
             )
         for degree in self.bytes_per_gpu:
             there = sorted((one.node, one.first) for one in self.servers if one.degree == degree)
@@ -296,8 +295,7 @@ class GpuService(_Declared):
             if there != wanted:
                 raise ValueError(
                     f"gpu_service {self.name!r}: any chunk of {degree} GPUs may be its own, so "
-                    "servers must be at "
-                    f"{wanted} (node, first); they are at {there}"
+                    f"servers must be at {wanted} (node, first); they are at {there}"
                 )
 
 
