@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    """With --dist loadfile, give a worker all tests of a folder with engines, else those of a
-    file."""
+    """Give a worker all tests of a folder with engines at once, else those of a file, where
+    --dist loadfile is asked for."""
     return FilesAndEngines(config, log) if config.getoption("dist") == "loadfile" else None
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -211,8 +211,10 @@ def chromium_path() -> str:
 
 @functools.cache
 def browser_server() -> str:
-    """The address of the Chromium of this run of the tests, which is started at the first call. It
-    has no window, and no sandbox of its own where this user is root, which Chromium refuses."""
+    """Return the address of the Chromium of this run of the tests, and start it at the first call.
+
+    It has no window, and no sandbox of its own where this user is root: Chromium refuses that.
+    """
     options = {
         # Before playwright's driver, which needs a library that a browser brings.
         "executablePath": chromium_path(),
@@ -233,7 +235,8 @@ def browser_server() -> str:
 
 
 def _end_browser(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGTERM)  # playwright then ends the browser
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)  # playwright then ends the browser
     process.wait()
 
 
@@ -275,7 +278,7 @@ async def screen(
 
 
 def renderer_bytes() -> int:
-    """Memory of the largest process that draws pages."""
+    """Return the memory of the largest process that draws pages."""
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
