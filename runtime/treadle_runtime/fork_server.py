@@ -313,7 +313,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 
 class Ending:
-    """End of a child, without the work of Python's own end: that takes the modules apart, so it
+    """End of a child, without the work of Python's own end: that deletes every module, so it
     writes to all memory that the child shares with the fork server (0.06 processor seconds)."""
 
     def __init__(self) -> None:
