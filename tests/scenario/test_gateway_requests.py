@@ -231,6 +231,78 @@ async def test_values_of_the_wrong_kind_are_refused_and_the_field_named(door: Fr
     assert (await door.post("/abort_request", {"rid": "nobody"}))["aborted"] == 0
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/inference/v1/generate",
+    ],
+)
+async def test_a_prompt_longer_than_the_context_is_refused_in_the_words_that_agents_read(
+    door: FrontDoor, path: str
+) -> None:
+    longest = (await door.get("/v1/models"))["data"][0]["max_model_len"]
+    prompt = [65] * longest
+    text = "A" * longest
+    bodies: dict[str, dict[str, Any]] = {
+        "/generate": {"input_ids": prompt},
+        "/v1/completions": {"prompt": prompt},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/responses": {"input": text},
+        "/inference/v1/generate": {"token_ids": prompt},
+    }
+    for more in ({}, {"stream": True}):
+        if more and path.startswith("/inference"):
+            continue
+        answer = await door.post(path, bodies[path] | more, status=400)
+        assert "maximum context length" in answer["error"]["message"]
+        assert answer["error"]["code"] == "context_length_exceeded"
+
+
+async def test_each_copy_of_a_seeded_request_has_a_seed_of_its_own(door: FrontDoor) -> None:
+    """As one seed makes equal samples. Result: the seed and the number of the copy."""
+    for path, body in (
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 3, "sampling_seed": 7}}),
+        ("/v1/completions", {"prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 5}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "n": 3, "seed": 7, "max_tokens": 5},
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": PROMPT, "sampling_params": {"n": 3, "seed": 7, "max_tokens": 5}},
+        ),
+    ):
+        for engine in door.engines.values():
+            engine.requests.clear()
+        await door.post(path, body)
+        sent = [each for engine in door.engines.values() for each in engine.requests]
+        params = [each["sampling_params"] for each in sent if "input_ids" in each]
+        seeds = [each["sampling_seed"] for each in params if each.get("sampling_seed") is not None]
+        assert sorted(seeds) == [7, 8, 9], path
+
+
+async def test_a_token_that_only_the_tokenizer_names_as_its_end_ends_an_answer(
+    tmp_path: Path,
+) -> None:
+    folder = write_tokenizer(tmp_path / "model")
+    (folder / "config.json").write_text("{}")
+    named = {"eos_token": f"<{END_TOKEN}>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    async with front_door(tmp_path, teach=teach_chat, tokenizer=str(folder)) as door:
+        script(door, tokens_of("end"))
+        body = {"model": MODEL, "prompt": "Count", "max_tokens": 30}
+        choice = (await door.post("/v1/completions", body))["choices"][0]
+        assert (choice["text"], choice["matched_stop"]) == ("end", END_TOKEN)
+        pieces = [
+            event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)
+        ]
+        assert "".join(pieces) == "end"
+
+
 async def test_copies_of_a_session_go_on_each_by_itself_and_end_with_it(door: FrontDoor) -> None:
     body = ask(sampling_params={"max_new_tokens": 12, "n": 2})
     first = await door.post("/generate", body, X_Session_ID="s")
@@ -370,6 +442,7 @@ async def test_an_abort_ends_a_request_at_an_engine_that_is_silent(tmp_path: Pat
     async with front_door(tmp_path, token_s=0.02, away_after_s=2.0) as door:
         await door.kill_mesh(signal.SIGKILL)
         await door.until_mesh("away")
+        await door.post("/generate", ask())  # which reads what the engine survives
         for engine in door.engines.values():
             engine.hang()
         async with asyncio.TaskGroup() as group:

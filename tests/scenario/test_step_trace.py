@@ -19,7 +19,7 @@ from treadle_runtime.server import serving
 
 MOST_FILES_TO_TICKET = 23
 MOST_FILES = 45
-PLAYS = 4
+MOST_PLAYS = 12
 # A pause before each play: by then a plan is due at once, and what the play before has changed is
 # stored.
 PAUSE_S = Tuning().plan_interval_s + 0.2
@@ -79,8 +79,14 @@ async def test_a_step_passes_few_files(nats_url: str) -> None:
     tracer = StepTracer()
     async with open_trajectory(nats_url) as trajectory:
         await generate(trajectory, 4)  # which opens connections
-        plays = [await play(trajectory, tracer) for _ in range(PLAYS)]
+        plays = [await play(trajectory, tracer)]
+        # Background work that comes often enough is seen in several plays in a row.
+        while (wide := too_wide(files_of_each_leg(plays))) and len(plays) < MOST_PLAYS:
+            plays.append(await play(trajectory, tracer))
+    assert not wide, describe(files_of_each_leg(plays))
 
-    passed = files_of_each_leg(plays)
-    assert len(passed["generate -> ticket"]) <= MOST_FILES_TO_TICKET, describe(passed)
-    assert len(set().union(*passed.values())) <= MOST_FILES, describe(passed)
+
+def too_wide(passed: dict[str, set[str]]) -> bool:
+    """Whether a step passes more files than it may."""
+    to_ticket, whole = passed["generate -> ticket"], set().union(*passed.values())
+    return len(to_ticket) > MOST_FILES_TO_TICKET or len(whole) > MOST_FILES

@@ -1,6 +1,9 @@
 """The client of SGLang's HTTP server, and the table of sampling fields."""
 
+import json
 from contextlib import aclosing
+from pathlib import Path
+from typing import Any
 
 import pytest
 import treadle
@@ -11,6 +14,7 @@ from treadle_runtime.http.sglang import (
     EngineClient,
     EngineLost,
     EngineRequest,
+    end_token_ids,
     sglang_sampling,
 )
 
@@ -81,3 +85,63 @@ def test_sglang_gets_what_has_a_value_under_its_own_names() -> None:
         "ignore_eos": False,
         "skip_special_tokens": False,
     }
+
+
+IM_END = {"content": "<|im_end|>", "special": True}
+FILES_OF_ENDS: list[tuple[dict[str, dict[str, Any]], set[int]]] = [
+    (
+        {"config.json": {"eos_token_id": 0}, "generation_config.json": {"eos_token_id": [2, 7]}},
+        {0, 2, 7},
+    ),
+    (
+        {
+            "config.json": {"eos_token_id": 1},
+            "tokenizer_config.json": {
+                "eos_token": "<|im_end|>",
+                "added_tokens_decoder": {"4": IM_END, "5": {"content": "<|im_start|>"}},
+            },
+        },
+        {1, 4},
+    ),
+    (
+        {
+            "tokenizer_config.json": {"eos_token": IM_END},
+            "tokenizer.json": {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {}},
+        },
+        {9},
+    ),
+    (
+        {
+            "special_tokens_map.json": {"eos_token": "</s>"},
+            "tokenizer.json": {"model": {"vocab": {"<s>": 0, "</s>": 3}}},
+        },
+        {3},
+    ),
+    (
+        {
+            "tokenizer.json": {
+                "added_tokens": [{"id": 8, "content": "<|eom_id|>"}],
+                "model": {"vocab": []},
+            }
+        },
+        {8},
+    ),
+    ({}, set()),
+]
+
+
+@pytest.mark.parametrize(("files", "ends"), FILES_OF_ENDS)
+def test_the_ends_of_answers_are_those_of_the_model_and_of_its_tokenizer(
+    tmp_path: Path, files: dict[str, dict[str, Any]], ends: set[int]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_token_ids(tmp_path) == ends
+
+
+def test_an_engine_without_a_tokenizer_ends_at_the_tokens_of_the_model_alone(
+    tmp_path: Path,
+) -> None:
+    for name, content in FILES_OF_ENDS[1][0].items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_token_ids(tmp_path, tokenizer=False) == {1}

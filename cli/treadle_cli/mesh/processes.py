@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -43,12 +44,14 @@ STOP_GRACE_S = (
 POLL_S = 0.05  # between looks at a readiness condition; a service is up in about half a second
 TAIL_LINES = 12  # of a dead child's log: enough for the last line of a traceback and its frames
 _HERE = Path(__file__).parent
+MOST_RESERVATIONS = 100  # each is an open file
+_reservations: deque[int] = deque()
 _PLAIN_PYTHON = (sys.executable, "-I", "-S")  # without site-packages: 15 ms to start
 
 
 class Ports:
     """Free ports of one address of this machine; none is chosen twice, since an earlier one may not
-    be bound yet."""
+    be bound yet. Other processes that choose ports in this way leave out the newest of them."""
 
     def __init__(self, host: str = HOST) -> None:
         self.host = host
@@ -64,7 +67,8 @@ class Ports:
         first = int(EPHEMERAL_RANGE.read_text().split()[0]) if EPHEMERAL_RANGE.exists() else 0
         among = range(LOWEST, first if first >= LOWEST + CANDIDATES else EPHEMERAL_FROM)
         new = (port for port in random.sample(among, CANDIDATES) if port not in self._chosen)
-        ports = list(itertools.islice((port for port in new if is_free(port, self.host)), count))
+        free = (port for port in new if is_free(port, self.host) and _reserve(port))
+        ports = list(itertools.islice(free, count))
         if len(ports) < count:
             among_text = f"from {among.start} to {among.stop - 1}"
             raise OSError(
@@ -72,6 +76,21 @@ class Ports:
             )
         self._chosen.update(ports)
         return ports
+
+
+def _reserve(port: int) -> bool:
+    """Keep other processes from choosing a port that is not bound yet; return whether none has
+    chosen it. The kernel drops such a name with its process, and each network has its own."""
+    name = socket.socket(socket.AF_UNIX)
+    try:
+        name.bind(f"\0treadle-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _reservations.append(name.detach())
+    if len(_reservations) > MOST_RESERVATIONS:
+        os.close(_reservations.popleft())
+    return True
 
 
 def is_free(port: int, host: str = HOST) -> bool:

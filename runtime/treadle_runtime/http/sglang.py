@@ -25,6 +25,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import aiohttp
@@ -49,6 +50,8 @@ PROTOCOL_ERRORS = (
     OverflowError,
     RecursionError,
 )
+# Tokens that end an answer wherever a tokenizer has them, whatever the model's files name.
+ALWAYS_END = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 _VALID_RANGE = re.compile(r"valid range is \[0, (\d{1,9})\)")
 
@@ -390,13 +393,15 @@ class EngineClient:
     async def forward(
         self, method: str, path: str, raw: bytes
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Send a body of JSON as it is; yield the answer as it comes, also where it is an error."""
+        """Send a body of JSON as it is; yield the answer as it comes."""
         timeout = self._stream_timeout
         headers = {"Content-Type": "application/json", **_trace_headers()}
         with self._translate_errors(path, timeout.sock_read):
             async with self._session.request(
                 method, f"{self.url}{path}", data=raw, timeout=timeout, headers=headers
             ) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
                 yield response
 
     async def ask(
@@ -627,8 +632,11 @@ async def _refusal(response: aiohttp.ClientResponse) -> EngineRefused:
     if not isinstance(answer, dict):
         return EngineRefused(text[:400], response.status)
     error = answer.get("error")
-    message = error.get("message", error) if isinstance(error, dict) else answer.get("message")
-    return EngineRefused(str(message or answer), response.status)
+    if isinstance(error, dict):
+        error = error.get("message", error)
+    message = str(error or answer.get("message") or answer)
+    # Behind the reason, SGLang names the line of its own source.
+    return EngineRefused(message.split("\n\n  File ")[0].strip(), response.status)
 
 
 @dataclass(frozen=True)
@@ -637,7 +645,7 @@ class SamplingField:
 
     name: str
     """The field has this name in SamplingParams of the protos, in vLLM's and in OpenAI's form."""
-    kind: Literal["whole", "number", "flag", "texts", "ids"]
+    kind: Literal["whole", "number", "flag", "text", "object", "texts", "ids"]
     bounds: str = ""
     """The text of an error describes a value in range with these words."""
     is_within: Callable[[Any], bool] = lambda value: True
@@ -653,6 +661,8 @@ class SamplingField:
         """Return what would be right in place of a value; empty where the value is right."""
         kinds = _KINDS[self.kind]
         many = self.kind in ("texts", "ids")
+        if many and (isinstance(value, str | dict) or not isinstance(value, Iterable)):
+            return f"must be a list, is {value!r}"
         if not all(type(each) in kinds for each in (value if many else (value,))):
             what = "hold values" if many else "be"
             return f"must {what} of type {kinds[-1].__name__}, is {value!r}"
@@ -663,6 +673,8 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "whole": (int,),
     "number": (int, float),
     "flag": (bool,),
+    "text": (str,),
+    "object": (dict,),
     "texts": (str,),
     "ids": (int,),
 }
@@ -722,3 +734,38 @@ def sglang_sampling(given: Iterable[tuple[str, Any]]) -> dict[str, object]:
         if value is not None:
             params[field.sglang_name] = value
     return params
+
+
+def end_token_ids(folder: Path, *, tokenizer: bool = True) -> frozenset[int]:
+    """Return the ids that end an answer of the model in a folder, as SGLang finds them: those of
+    its config, of its generation config, and those of its tokenizer.
+
+    tokenizer: whether the engine has one; with --skip-tokenizer-init it has not.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        found |= {ids} if isinstance(ids, int) else set(ids or ())  # an id may be 0
+    return frozenset(found | _ends_of_tokenizer(folder) if tokenizer else found)
+
+
+def _ends_of_tokenizer(folder: Path) -> set[int]:
+    config, vocab = _read_json(folder / "tokenizer_config.json"), dict[str, int]()
+    ids = {
+        str(token["content"]): int(at)
+        for at, token in (config.get("added_tokens_decoder") or {}).items()
+    }
+    if not ids:  # tokenizer.json has megabytes
+        file = _read_json(folder / "tokenizer.json")
+        ids = {str(token["content"]): int(token["id"]) for token in file.get("added_tokens") or ()}
+        words = (file.get("model") or {}).get("vocab")
+        vocab = words if isinstance(words, dict) else {}
+    end = config.get("eos_token") or _read_json(folder / "special_tokens_map.json").get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    found = {ids[each] for each in ALWAYS_END if each in ids}
+    at = ids.get(text, vocab.get(text)) if text else None
+    return found if at is None else found | {at}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return _as_object(json.loads(file.read_text())) if file.is_file() else {}

@@ -10,6 +10,7 @@ whoever changes an engine ends them first, or waits for them.
 """
 
 import asyncio
+import hashlib
 import json
 import time
 import uuid
@@ -35,7 +36,16 @@ from treadle_runtime.http.sglang import (
 )
 
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Ended, Finish, Order, Refused, Tokens, run_unless_gone
+from treadle_gateway.order import (
+    Bounds,
+    Ended,
+    Finish,
+    Order,
+    Refused,
+    Tokens,
+    read_body,
+    run_unless_gone,
+)
 
 log = structlog.get_logger()
 
@@ -44,6 +54,7 @@ log = structlog.get_logger()
 LIMITS = Limits(connect_s=10.0, answer_s=600.0, silence_s=600.0)
 REMEMBERED_SESSIONS = 100_000
 AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
+REMEMBERED_ENDINGS = 10_000
 AGAIN_S = 1.0  # an engine forgets the abort of a request that it does not have yet
 
 T = TypeVar("T")
@@ -57,6 +68,7 @@ class Engines:
         self._of_session: OrderedDict[str, str] = OrderedDict()  # URL of the session's engine
         self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
+        self._bounds: dict[str, Bounds] = {}  # by URL, since the engine answered last
         self._session = open_session()
 
     async def close(self) -> None:
@@ -92,17 +104,36 @@ class Engines:
 
     async def generate(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
         """Yield tokens as they come, then the end. Raises EngineLost, and Refused where the engine
-        refuses."""
+        refuses, or would not survive it."""
+        url = self.choose(order.session)
+        (await self.bounds(url)).require_order(order)
         request = EngineRequest(order.rid, order.prompt, engine_sampling(order.sampling))
-        async with (
-            self.calling(self.choose(order.session)) as engine,
-            aclosing(engine.generate(request)) as chunks,
-        ):
+        async with self.calling(url) as engine, aclosing(engine.generate(request)) as chunks:
             async for chunk in chunks:
                 if chunk.token_ids:
                     yield Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version)
                 if chunk.finish:
                     yield Ended(cast(Finish, chunk.finish), cached_tokens=chunk.cached_tokens)
+
+    async def bounds(self, url: str) -> Bounds:
+        """Return what this engine survives. Raises EngineLost, Refused."""
+        found = self._bounds.get(url)
+        if found is None:
+            async with self.calling(url) as engine:
+                server, _, vocab_size = await engine.describe()
+            found = Bounds(vocab_size, bool(server.get("enable_deterministic_inference")))
+            self._bounds[url] = found
+        return found
+
+    async def is_gone(self, url: str) -> bool:
+        """Return whether nothing listens at an engine's URL any more."""
+        try:
+            await EngineClient(url, self._session, LIMITS).health()
+        except EngineLost as error:
+            return error.is_gone
+        except EngineRefused:
+            return False
+        return False
 
     def _has_failed(self, url: str) -> bool:
         return time.monotonic() - self._failed.get(url, -AVOIDED_S) < AVOIDED_S
@@ -148,6 +179,7 @@ class Engines:
         except EngineLost as error:
             if error.loss != "garbled":
                 self._failed[url] = time.monotonic()
+            self._bounds.pop(url, None)  # another engine may start there
             raise
         except EngineRefused as error:
             self._failed.pop(url, None)
@@ -193,19 +225,23 @@ class Proxy:
         self._engines, self._until_runs, self._count = engines, until_runs, count
         self._running: set[_Forwarded] = set()
         self._changes: set[_Change] = set()
+        # Requests, without their rids, while which an engine ended. One of them may be the cause.
+        self._ended_engines: OrderedDict[bytes, None] = OrderedDict()
 
     async def forward(self, request: Request, raw: bytes, session: str) -> Response:
-        """Return the engine's answer. Raises Refused where no engine answers, CallerGone."""
-        rids, raw = _with_rids(raw)
+        """Return the engine's answer. Raises Refused where no engine answers, where it would not
+        survive the request, or where one ended during it; CallerGone."""
+        body = read_body(raw)
+        rids = _rids(body)
         path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
         path += f"?{request.url.query}" if request.url.query else ""
 
         async def attempt() -> Response:
             async with AsyncExitStack() as stack:
                 url = await stack.enter_async_context(self._admit(session, rids))
-                # The bytes go on unchanged, as the mesh carries nothing of what these requests ask.
-                engine = await stack.enter_async_context(self._engines.calling(url))
-                exchange = engine.forward(request.method, path, raw)
+                engine = await stack.enter_async_context(self._send_to(url, body))
+                # What was checked is sent, not the bytes, which may name a field twice.
+                exchange = engine.forward(request.method, path, json.dumps(body).encode())
                 response = await stack.enter_async_context(exchange)
                 kind = response.headers.get("content-type")
                 return _Relay(response.content.iter_any(), response.status, kind, stack.pop_all())
@@ -215,12 +251,14 @@ class Proxy:
     async def ask(self, order: Order, body: Mapping[str, Any]) -> Any:
         """Return an engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
 
+        sent = {**body, "rid": order.rid}
+
         async def attempt() -> Any:
             async with (
                 self._admit(order.session, [order.rid]) as url,
-                self._engines.calling(url) as engine,
+                self._send_to(url, sent) as engine,
             ):
-                return await engine.generate_whole({**body, "rid": order.rid})
+                return await engine.generate_whole(sent)
 
         return await self._send(attempt)
 
@@ -274,6 +312,29 @@ class Proxy:
             change.ended.set()
 
     @asynccontextmanager
+    async def _send_to(self, url: str, body: Mapping[str, Any]) -> AsyncGenerator[EngineClient]:
+        """Yield the client of an engine that survives the request, as far as is known. Raises
+        Refused, EngineLost."""
+        (await self._engines.bounds(url)).require_forwardable(body)
+        named = {name: value for name, value in body.items() if name != "rid"}
+        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()
+        if digest in self._ended_engines:
+            raise Refused(
+                "an engine ended while it ran this same request, so no other one gets it; change "
+                "the request, or look into the log of the engine"
+            )
+        try:
+            async with self._engines.calling(url) as engine:
+                yield engine
+        except EngineLost as error:
+            if error.loss != "unsent" and await self._engines.is_gone(url):
+                log.warning("an engine ended during a request that was forwarded", url=url)
+                self._ended_engines[digest] = None
+                if len(self._ended_engines) > REMEMBERED_ENDINGS:
+                    self._ended_engines.popitem(last=False)
+            raise
+
+    @asynccontextmanager
     async def _admit(self, session: str, rids: list[str]) -> AsyncGenerator[str, None]:
         """Yield the URL of an engine that has the request during the block. Raises EngineLost."""
         url = self._engines.choose(session)
@@ -304,13 +365,11 @@ class _Relay(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _with_rids(raw: bytes) -> tuple[list[str], bytes]:
-    """Return the rids of a body of JSON, and the body with one where it had none."""
-    body = json.loads(raw)
-    if given := body.get("rid"):
-        rids = given if isinstance(given, list) else [given]
-        if not all(isinstance(rid, str) for rid in rids):
-            raise Refused(f"rid: must be a text, or a list of them, is {given!r}")
-        return rids, raw
-    rid = uuid.uuid4().hex
-    return [rid], json.dumps(body | {"rid": rid}).encode()
+def _rids(body: dict[str, Any]) -> list[str]:
+    """Return the rids of a request; give it one where it has none. Raises Refused."""
+    given = body.get("rid") or uuid.uuid4().hex
+    rids = given if isinstance(given, list) else [given]
+    if not all(isinstance(rid, str) for rid in rids):
+        raise Refused(f"rid: must be a text, or a list of them, is {given!r}")
+    body["rid"] = given
+    return rids

@@ -6,16 +6,17 @@ ended.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from treadle import Sampling, VersionSpan
 from treadle_runtime.http.sglang import SAMPLING
 
 Finish = Literal["stop", "length", "abort"]
-HIGHEST_ID = 2**31 - 1  # logprob of a token
+HIGHEST_ID = 2**31 - 1  # of a token, as an int32
 EVENT_STREAM = "text/event-stream"
 # Headers that name a session, the first present one counts: SkyRL and prime-rl; SGLang's gateway.
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
@@ -28,7 +29,76 @@ PENALTIES: Mapping[str, float] = {
     "repetition_penalty": 1,
 }
 
+# Fields that SGLang's own parts send each other, or that name a part of one engine. SGLang trusts
+# them, and some wrong values end it.
+NOT_FORWARDED = frozenset(
+    {"positional_embed_overrides", "input_embeds", "http_worker_ipc", "kv_hints", "encoder_urls"}
+    | {"need_wait_for_mm_inputs", "num_items_assigned", "received_time", "external_trace_header"}
+    | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"}
+    | {"decode_tp_size", "disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"}
+    | {"session_params", "multi_item_delimiter_indices", "token_indices_to_pool", "lora_id"}
+    | {"return_bytes", "lora_path"}
+)
+# Fields with a number of alternatives for each token.
+ALTERNATIVES = ("top_logprobs_num", "top_logprobs", "logprobs")
+
 T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, le=HIGHEST_ID)]
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Fields(BaseModel):
+    """What the fields of a form may hold; a form adds its own. `check` raises Refused for others.
+    Fields with no line here are SGLang's to check."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    stream: bool | None = None
+    priority: Annotated[int, Field(ge=-HIGHEST_ID, le=HIGHEST_ID)] | None = None
+    session_id: str | None = None
+    conversation_id: str | None = None
+    routing_key: str | None = None
+    nvext: dict[str, Any] | None = None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], where: str = "") -> None:
+        """Raise Refused unless each field holds what it may."""
+        try:
+            cls.model_validate(given)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_context=False)
+            name, value = found[0]["loc"][0], repr(given.get(str(found[0]["loc"][0])))[:100]
+            right = " or ".join(
+                dict.fromkeys(
+                    each["msg"].removeprefix("Input should be ")
+                    for each in found
+                    if each["loc"][0] == name
+                )
+            )
+            raise Refused(f"{where}{name}: must be {right}, is {value}") from None
+
+
+class SamplingFields(Fields):
+    """Fields with which tokens are sampled, besides those that the mesh carries (SAMPLING)."""
+
+    n: Annotated[int, Field(ge=1, le=MOST_COPIES)] | None = None
+    min_new_tokens: Count | None = None
+    min_tokens: Count | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]+$")], Weight] | None = None
+    stop: str | list[str] | None = None
+    stop_regex: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    stream_interval: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
+    custom_params: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +175,12 @@ def read_tokens(name: str, given: object) -> list[int]:
     raise Refused(f"{name}: must be a list of token ids from 0 to {HIGHEST_ID}, at least one")
 
 
+def sample_copy(sampling: Sampling, copy: int) -> Sampling:
+    """Return the sampling of one of several answers to a prompt, which one seed would make
+    equal."""
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + copy)
+
+
 def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
     """Return Sampling's stop and stop_token_ids, which have these names in all forms. Raises
     Refused."""
@@ -117,11 +193,89 @@ def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
 
 class Refused(Exception):  # noqa: N818 - what happened to the request
     """Raised where the request cannot be served as it is; the message names the field and what
-    would be right."""
+    would be right. code: OpenAI's word for the reason, where it has one; else the status."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
+    def __init__(self, message: str, status: int = 400, code: str = "") -> None:
         super().__init__(message)
         self.status = status
+        self.code: str | int = code or status
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an engine survives. vocab_size: its token ids are below; 0: it does not say.
+    deterministic: it honours seeds, and dies of min_p together with them."""
+
+    vocab_size: int
+    deterministic: bool
+
+    def require_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Raise Refused for an id outside the vocabulary."""
+        if self.vocab_size and ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            raise Refused(f"{name}: must hold ids below {self.vocab_size}, holds {wrong}")
+
+    def require_order(self, order: Order) -> None:
+        """Raise Refused for what would end the engine."""
+        self.require_ids("the prompt", order.prompt)
+        if self.deterministic and order.sampling.min_p:
+            raise Refused("min_p: must be 0 on an engine with deterministic inference")
+
+    def require_forwardable(self, body: Mapping[str, Any]) -> None:
+        """Raise Refused for a request in one of SGLang's forms that its own checks let through and
+        that would end the engine, or bring an answer that nobody means."""
+        if denied := sorted(name for name in NOT_FORWARDED if body.get(name) not in (None, False)):
+            raise Refused(f"{', '.join(denied)}: not for callers of the mesh; leave it out")
+        if body.get("text") == "" or "" in (body.get("text") or ()):
+            raise Refused("text: must have at least one token")
+        for name in ("input_ids", "prompt"):
+            for at, ids in _each_prompt(name, body.get(name)):
+                self.require_ids(at, ids)
+        for name in ALTERNATIVES:
+            counts = body.get(name)
+            if max(counts if isinstance(counts, list) else [counts or 0]) > (
+                self.vocab_size or HIGHEST_ID
+            ):
+                raise Refused(f"{name}: must be {self.vocab_size} at most, is {counts!r}")
+        given = body.get("sampling_params") or {}
+        self._require_sampling(body, "")
+        for sampling in given if isinstance(given, list) else [given]:
+            self._require_sampling(sampling, "sampling_params.")
+
+    def _require_sampling(self, given: Mapping[str, Any], where: str) -> None:
+        self.require_ids(f"{where}stop_token_ids", given.get("stop_token_ids") or ())
+        self.require_ids(f"{where}logit_bias", [int(at) for at in given.get("logit_bias") or ()])
+        if self.deterministic and given.get("min_p"):
+            raise Refused(f"{where}min_p: must be 0 on an engine with deterministic inference")
+        seed = given.get("seed", given.get("sampling_seed"))
+        if seed is not None and (given.get("n") or 1) > 1:
+            raise Refused(
+                f"{where}n: must be 1 with a seed in a request that an engine gets as it is, since "
+                "it gives all copies the same one; send a request for each seed"
+            )
+
+
+def _each_prompt(name: str, given: object) -> Iterator[tuple[str, list[int]]]:
+    """Yield the token ids of each prompt in a field, and its place. Raises Refused."""
+    prompts = given if isinstance(given, list) else []
+    if prompts and isinstance(prompts[0], int):
+        yield name, read_tokens(name, prompts)
+    else:
+        for at, prompt in enumerate(prompts):
+            if isinstance(prompt, list):
+                yield f"{name}[{at}]", read_tokens(f"{name}[{at}]", prompt)
+
+
+def require_room(prompt_tokens: int, context_tokens: int) -> int:
+    """Return how many tokens fit behind a prompt. context_tokens: of the longest sequence that an
+    engine takes; 0: not known. Raises Refused, in words by which agents know to shorten theirs."""
+    if 0 < context_tokens <= prompt_tokens:
+        raise Refused(
+            f"the prompt has {prompt_tokens} tokens, which leave no room to generate: this model's "
+            f"maximum context length is {context_tokens} tokens; shorten the prompt",
+            code="context_length_exceeded",
+        )
+    return context_tokens - prompt_tokens if context_tokens else HIGHEST_ID
 
 
 class CallerGone(Exception):  # noqa: N818 - what happened
@@ -131,12 +285,20 @@ class CallerGone(Exception):  # noqa: N818 - what happened
 def read_body(raw: bytes) -> dict[str, Any]:
     """Return a request's JSON object. Raises Refused."""
     try:
-        body = json.loads(raw or b"{}")
-    except ValueError as error:
+        body = json.loads(raw or b"{}", parse_constant=_refuse_constant)
+        if b"\\ud" in raw or b"\\uD" in raw:  # half of a pair is no text
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Refused("the body must be JSON: it has one half of a surrogate pair") from error
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the body must be JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
     return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise Refused(f"the body must be JSON, which has no {name}")
 
 
 def session_of(request: Request, body: Mapping[str, Any]) -> str:

@@ -5,12 +5,12 @@ sampled: `extend` returns, for a conversation that continues, the ids that are k
 tokens of the text that follows them.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from treadle import Sampling
+from treadle_runtime.http.sglang import end_token_ids
 
 from treadle_gateway.order import Output, Refused
 
@@ -27,7 +27,7 @@ class TextModel:
                 f"{file}: no tokenizer there; set TREADLE_GATEWAY_TOKENIZER to the model's folder"
             )
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
-        self.end_token_ids = _end_token_ids(folder)
+        self.end_token_ids = end_token_ids(folder)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text. special: add the tokens with which the model begins a
@@ -129,16 +129,6 @@ def answer_text(
     if trim and isinstance(matched, str) and matched in text:
         return text[: text.index(matched)]
     return text
-
-
-def _end_token_ids(folder: Path) -> frozenset[int]:
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        if file.is_file():
-            ids = json.loads(file.read_text()).get("eos_token_id")
-            found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return frozenset(found)
 
 
 def require_model(model: TextModel | None) -> TextModel:

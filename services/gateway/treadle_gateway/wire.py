@@ -85,7 +85,7 @@ async def wire(runtime: Runtime) -> Wiring:
     proxy = Proxy(engines, until_runs, lambda: requests(1, {"way": "forwarded"}))
     chat = Chat(engines, mesh, model, (settings.tool_parser, settings.reasoning_parser))
     app = make_app(
-        SglangApi(calls, proxy, model),
+        SglangApi(calls, proxy, mesh, model),
         OpenaiApi(calls, proxy, mesh, chat, model),
         VllmApi(
             calls,

@@ -182,7 +182,7 @@ def _answer(refusal: Refused) -> Response:
         "message": str(refusal),
         "type": "invalid_request_error" if refusal.status < 500 else "server_error",
     }
-    return JSONResponse({"error": error | {"code": refusal.status}}, refusal.status)
+    return JSONResponse({"error": error | {"code": refusal.code}}, refusal.status)
 
 
 async def _forget(request: Request, gone: Exception) -> Response:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from treadle import Sampling
 
 from treadle_gateway.http.chat import Chat, Message
-from treadle_gateway.order import Order, Output
+from treadle_gateway.order import Order, Output, Refused
 
 
 @dataclass(frozen=True)
@@ -337,9 +337,9 @@ def _data(event: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
-def error_event(message: str, status: int) -> bytes:
+def error_event(refusal: Refused) -> bytes:
     """Return the event with which a stream reports a refusal."""
-    return _data({"error": {"message": message, "code": status}})
+    return _data({"error": {"message": str(refusal), "code": refusal.code}})
 
 
 DONE = b"data: [DONE]\n\n"

@@ -14,8 +14,9 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
@@ -36,16 +37,21 @@ from treadle_gateway.http.forms import (
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
     EVENT_STREAM,
-    MOST_COPIES,
+    HIGHEST_ID,
     PENALTIES,
+    Count,
+    Fields,
     Order,
     Output,
     Refused,
+    SamplingFields,
     Tokens,
     read_body,
     read_stops,
     read_tokens,
+    require_room,
     run_unless_gone,
+    sample_copy,
     session_of,
 )
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
@@ -96,6 +102,69 @@ TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
 REMEMBERED_RESPONSES = 2_000
 
 
+class SharedFields(SamplingFields):
+    """Fields of chats and completions, OpenAI's and SGLang's."""
+
+    rid: str | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
+    stream_options: dict[str, Any] | None = None
+    return_token_ids: bool | None = None
+    return_prompt_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_hidden_states: bool | str | None = None
+    return_routed_experts: bool | None = None
+    return_cached_tokens_details: bool | None = None
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ChatFields(SharedFields):
+    """Fields of a chat."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class CompletionFields(SharedFields):
+    """Fields of a completion."""
+
+    logprobs: bool | Count | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: Count | None = None
+
+
+class ResponsesFields(Fields):
+    """Fields of a response. Those of its chat are checked by ChatFields."""
+
+    max_output_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: Literal[False] | None = None
+    store: bool | None = None
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    instructions: str | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[str] | None = None
+    max_tool_calls: Count | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Conversation up to a response, and with it. messages: of a chat. tokens: as they were
@@ -111,7 +180,8 @@ NEW = Conversation([], array("i"))
 def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
     """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
-        nothing = value in (None, False, [], {}) or value == NEUTRAL.get(name, False)
+        nothing = value is None or value is False or value == NEUTRAL.get(name, False)
+        nothing = nothing or (value in ([], {}) and name in ChatFields.model_fields)
         if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
             return False
     free = body.get("tool_choice") in FREE_TOOL_CHOICES
@@ -124,11 +194,8 @@ def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
     given = [
         body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
     ]
-    most = given[0] if given else room
-    if type(most) is not int or most < 1:
-        raise Refused(f"max_tokens: must be a number from 1, is {most!r}")
     return Sampling(
-        max_new_tokens=min(most, room) if room > 0 else most,
+        max_new_tokens=min([*given[:1], room]),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         top_k=body.get("top_k"),
@@ -159,6 +226,7 @@ class OpenaiApi:
         """Answer POST /v1/chat/completions."""
         raw = await request.body()
         body = read_body(raw)
+        ChatFields.check(body)
         session = session_of(request, body)
         if not carries(body, CHAT):
             return await self._proxy.forward(request, raw, session)
@@ -169,6 +237,7 @@ class OpenaiApi:
         """Answer POST /v1/completions."""
         raw = await request.body()
         body = read_body(raw)
+        CompletionFields.check(body)
         session = session_of(request, body)
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
             return await self._proxy.forward(request, raw, session)
@@ -180,6 +249,7 @@ class OpenaiApi:
     async def respond(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
         given = read_body(await request.body())
+        ResponsesFields.check(given)
         previous = given.get("previous_response_id")
         if not isinstance(previous, str | None):
             raise Refused(f"previous_response_id: must be a text, is {previous!r}")
@@ -191,6 +261,7 @@ class OpenaiApi:
                 404,
             )
         body = as_chat(given, before.messages)
+        ChatFields.check(body)
         echoed = {name: given.get(name, value) for name, value in ECHOED.items()}
         form = ResponsesForm(self._chat, f"resp_{uuid.uuid4().hex}", echoed)
         ask = await self._ask_chat(body, session_of(request, given), before.tokens)
@@ -225,18 +296,15 @@ class OpenaiApi:
         prompts: list[list[int]],
         tools: list[dict[str, Any]] | None,
     ) -> Ask:
-        copies = 1 if body.get("n") is None else body["n"]
-        if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-            raise Refused(f"n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}")
         options = body.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise Refused("stream_options: must be an object")
         return Ask(
             model=str(body.get("model") or ""),
             session=session,
             prompts=prompts,
-            copies=copies,
-            sampling=read_sampling(body, self._mesh.context_tokens - max(map(len, prompts))),
+            copies=body.get("n") or 1,
+            sampling=read_sampling(
+                body, require_room(max(map(len, prompts)), self._mesh.context_tokens)
+            ),
             logprobs=body.get("logprobs") not in (None, False),
             ids=bool(body.get("return_token_ids") or body.get("return_prompt_token_ids")),
             skip_special=body.get("skip_special_tokens") is not False,
@@ -267,7 +335,7 @@ class OpenaiApi:
             Order(
                 ask.session,
                 prompt,
-                ask.sampling,
+                sample_copy(ask.sampling, copy),
                 f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
             )
             for at, prompt in enumerate(ask.prompts)
@@ -348,7 +416,7 @@ class OpenaiApi:
                 yield last
             note(answer)
         except Refused as refusal:
-            yield error_event(str(refusal), refusal.status)
+            yield error_event(refusal)
 
 
 def _has_media(message: Any) -> bool:

@@ -22,19 +22,24 @@ from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Proxy
+from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
     EVENT_STREAM,
-    MOST_COPIES,
     PENALTIES,
+    Count,
     Ended,
+    Fields,
     Order,
     Output,
     Refused,
+    SamplingFields,
     Tokens,
     read_body,
     read_stops,
     read_tokens,
+    require_room,
     run_unless_gone,
+    sample_copy,
     session_of,
 )
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
@@ -55,6 +60,7 @@ CARRIED = frozenset(
     | {"extra_key", "cache_salt", "priority", "routing_key", "log_metrics", "no_logs"}
     | {"return_prompt_token_ids", "nvext"}
 )
+MEDIA = ("image_data", "video_data", "audio_data")
 # Values that request nothing.
 NOTHING: Mapping[str, tuple[object, ...]] = {
     "logprob_start_len": (-1,),
@@ -64,6 +70,41 @@ SAMPLED = {field.sglang_name: name for name, field in SAMPLING.items()}
 # fields for how text is made
 WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_new_tokens": 0}
+
+
+CHECKED = {field.sglang_name: field for field in SAMPLING.values()}
+del CHECKED["max_new_tokens"], CHECKED["stop"]
+
+
+class GenerateFields(Fields):
+    """Fields of SGLang's GenerateReqInput."""
+
+    text: str | list[str] | None = None
+    rid: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: Count | list[Count] | None = None
+    token_ids_logprob: list[Count] | list[list[Count] | None] | None = None
+    return_text_in_logprobs: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: Count | None = None
+    return_prompt_token_ids: bool | None = None
+    return_entropy: bool | None = None
+    require_reasoning: bool | None = None
+    max_thinking_tokens: Count | None = None
+    log_metrics: bool | None = None
+    no_logs: bool | None = None
+    custom_labels: dict[str, str] | None = None
+
+
+class GenerateSampling(SamplingFields):
+    """Fields of SGLang's sampling_params."""
+
+    max_new_tokens: Count | None = None
+    json_schema: str | None = None
+    structural_tag: str | None = None
 
 
 @dataclass(frozen=True)
@@ -91,15 +132,14 @@ class _Draft:
 def carries(body: Mapping[str, Any]) -> bool:
     """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
-        if name not in CARRIED and value and value not in NOTHING.get(name, ()):
+        nothing = value is None or value is False or value in NOTHING.get(name, ())
+        empty = not value and (name in MEDIA or name in GenerateFields.model_fields)
+        if name not in CARRIED and not nothing and not empty:
             return False
     # Logprobs from token 0 on are those of the whole prompt.
     if body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1):
         return False
-    given = body.get("sampling_params") or {}
-    for sampling in given if isinstance(given, list) else [given]:
-        if not isinstance(sampling, dict):
-            raise Refused("sampling_params: must be an object, or a list of them")
+    for sampling in _each_sampling(body):
         for name, value in sampling.items():
             known = (
                 name in SAMPLED or name in WRITTEN or value is None or value == NEUTRAL.get(name)
@@ -107,6 +147,28 @@ def carries(body: Mapping[str, Any]) -> bool:
             if not known:
                 return False
     return True
+
+
+def check(body: Mapping[str, Any]) -> None:
+    """Raise Refused unless each field of a request holds what it may."""
+    GenerateFields.check(body)
+    for sampling in _each_sampling(body):
+        where = "sampling_params."
+        GenerateSampling.check(sampling, where)
+        for name, value in sampling.items():
+            if name not in SAMPLED and name not in GenerateSampling.model_fields:
+                raise Refused(f"{where}{name}: is not known")
+            # An engine that gets the request as it is may also be asked for no token.
+            if name in CHECKED and value is not None and (wrong := CHECKED[name].problem(value)):
+                raise Refused(f"{where}{name}: {wrong}")
+
+
+def _each_sampling(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    given = body.get("sampling_params")
+    each = given if isinstance(given, list) else [{} if given is None else given]
+    if not all(isinstance(sampling, dict) for sampling in each):
+        raise Refused("sampling_params: must be an object, or a list of them")
+    return each
 
 
 def read_sampling(given: Mapping[str, Any]) -> Sampling:
@@ -121,12 +183,9 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
     """Return the answers that a request wants, in its order. Raises Refused."""
     prompts = _prompts(body, model)
     count = len(prompts)
-    rids, given, logprobs = (
-        body.get("rid"),
-        body.get("sampling_params") or {},
-        body.get("return_logprob") or False,
-    )
-    each_sampling = given if isinstance(given, list) else [given] * count
+    rids, logprobs = body.get("rid"), body.get("return_logprob") or False
+    given = _each_sampling(body)
+    each_sampling = given if isinstance(body.get("sampling_params"), list) else given * count
     each_logprob = logprobs if isinstance(logprobs, list) else [logprobs] * count
     if len(each_sampling) != count or len(each_logprob) != count:
         raise Refused(
@@ -140,17 +199,13 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
         zip(prompts, each_sampling, each_logprob, strict=True)
     ):
         base = rids[at] if isinstance(rids, list) else rids or uuid.uuid4().hex
-        copies = 1 if sampling.get("n") is None else sampling["n"]
-        if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-            raise Refused(
-                f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}"
-            )
+        copies = sampling.get("n") or 1
         for copy in range(copies):
             alone = count == copies == 1
             rid = (
                 base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
             )
-            order = Order(session, prompt, read_sampling(sampling), rid)
+            order = Order(session, prompt, sample_copy(read_sampling(sampling), copy), rid)
             skip = sampling.get("skip_special_tokens", True)
             trim = not sampling.get("no_stop_trim")
             wishes.append(
@@ -180,17 +235,20 @@ def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[list[int]
 class SglangApi:
     """Endpoint /generate."""
 
-    def __init__(self, calls: Calls, proxy: Proxy, model: TextModel | None) -> None:
-        self._calls, self._proxy, self._model = calls, proxy, model
+    def __init__(self, calls: Calls, proxy: Proxy, mesh: MeshLink, model: TextModel | None) -> None:
+        self._calls, self._proxy, self._mesh, self._model = calls, proxy, mesh, model
 
     async def generate(self, request: Request) -> Response:
         """Answer POST /generate."""
         raw = await request.body()
         body = read_body(raw)
         session = session_of(request, body)
+        check(body)
         if not carries(body):
             return await self._proxy.forward(request, raw, session)
         wishes = read_wishes(body, session, self._model)
+        for wish in wishes:
+            require_room(len(wish.order.prompt), self._mesh.context_tokens)
         if body.get("stream"):
             return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
         # a list in a batch
@@ -226,7 +284,7 @@ class SglangApi:
                     message = self._message(draft) | ({"index": at} if len(wishes) > 1 else {})
                     yield b"data: " + json.dumps(message).encode() + b"\n\n"
         except Refused as refusal:
-            error = {"error": {"message": str(refusal), "code": refusal.status}}
+            error = {"error": {"message": str(refusal), "code": refusal.code}}
             yield b"data: " + json.dumps(error).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 

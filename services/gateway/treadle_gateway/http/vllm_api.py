@@ -15,8 +15,9 @@ from array import array
 from collections.abc import Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from treadle import Sampling
@@ -26,18 +27,22 @@ from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Proxy, engine_sampling
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
-    MOST_COPIES,
+    HIGHEST_ID,
     PENALTIES,
     Ended,
+    Fields,
     Finish,
     Order,
     Output,
     Refused,
+    SamplingFields,
     Tokens,
     read_body,
     read_stops,
     read_tokens,
+    require_room,
     run_unless_gone,
+    sample_copy,
     session_of,
 )
 
@@ -65,6 +70,27 @@ SGLANG_NAMES = {"min_tokens": "min_new_tokens", "logit_bias": "logit_bias"} | {
 NOT_CARRIED = ("features", "content_parts", "kv_transfer_params", "stream")
 
 
+class VllmFields(Fields):
+    """Fields of vLLM's GenerateRequest."""
+
+    request_id: str | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+
+
+class VllmSampling(SamplingFields):
+    """Fields of vLLM's SamplingParams. top_k: below 1 is all."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
+    top_k: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool | None = None
+    detokenize: bool | None = None
+    output_kind: int | None = None
+
+
 class VllmApi:
     """Endpoints for token ids. folder: the model's, whose config gives the number of experts of a
     token; None: unknown."""
@@ -86,6 +112,7 @@ class VllmApi:
 
     async def _answer(self, request: Request, *, experts: bool) -> Response:
         body = read_body(await request.body())
+        VllmFields.check(body)
         for name in NOT_CARRIED:
             if body.get(name):
                 raise Refused(f"{name}: is not carried", 501)
@@ -96,15 +123,13 @@ class VllmApi:
         )
         if not isinstance(given, dict):
             raise Refused("sampling_params: must be an object")
+        VllmSampling.check(given, "sampling_params.")
         copies = given.get("n") or 1
-        if type(copies) is not int or not 1 <= copies <= MOST_COPIES:
-            raise Refused(
-                f"sampling_params.n: must be a whole number from 1 to {MOST_COPIES}, is {copies!r}"
-            )
-        sampling, more = read_sampling(given, self._link.context_tokens - len(prompt))
+        sampling, more = read_sampling(given, require_room(len(prompt), self._link.context_tokens))
         session, rid = session_of(request, body), str(body.get("request_id") or uuid.uuid4().hex)
         orders = [
-            Order(session, prompt, sampling, f"{rid}-{at}" if at else rid) for at in range(copies)
+            Order(session, prompt, sample_copy(sampling, at), f"{rid}-{at}" if at else rid)
+            for at in range(copies)
         ]
         logprobs = given.get("logprobs") is not None
         answers = await run_unless_gone(request, self._run_all(orders, more, logprobs, experts))
@@ -209,7 +234,8 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
     tokens that fit behind the prompt. Raises Refused."""
     more: dict[str, object] = {}
     for name, value in given.items():
-        if name in SAMPLED or name in UNCHANGED or not value or value in NEUTRAL.get(name, ()):
+        nothing = value is None or value is False or value in ([], {}, "")
+        if name in SAMPLED or name in UNCHANGED or nothing or value in NEUTRAL.get(name, ()):
             continue
         if name not in SGLANG_NAMES:
             raise Refused(f"sampling_params.{name}: is not carried", 501)
@@ -221,10 +247,6 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
     most, top_k = given.get("max_tokens"), given.get("top_k")
     if most is None:
         most = room
-    if type(most) is not int or most < 1:
-        raise Refused(f"sampling_params.max_tokens: must be a whole number from 1, is {most!r}")
-    if top_k is not None and type(top_k) is not int:
-        raise Refused(f"sampling_params.top_k: must be a whole number, is {top_k!r}")
     fields = {name: given[name] for name in SAMPLED if given.get(name) is not None}
     return Sampling(
         max_new_tokens=most,

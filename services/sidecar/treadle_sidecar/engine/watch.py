@@ -9,11 +9,10 @@ without the process that generates.
 
 import asyncio
 import dataclasses
-import json
 import math
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from treadle_runtime.http.sglang import (
     EngineRefused,
     as_count,
     as_text,
+    end_token_ids,
     protocol_broken,
 )
 
@@ -135,7 +135,6 @@ def _read_profile(
         or 1
     )
     model_path = as_text(model["model_path"])
-    configs = list(_model_files(model_path))
     weight_version, asleep = read_name(as_text(model["weight_version"]))
     return EngineProfile(
         model_path=model_path,
@@ -153,7 +152,9 @@ def _read_profile(
         incremental=bool(server[STREAMING]),
         tokens_a_chunk=as_count(server.get("stream_interval") or 1),
         vocab_size=vocab_size,
-        end_token_ids=frozenset(token for config in configs for token in _end_tokens(config)),
+        end_token_ids=end_token_ids(
+            _model_folder(model_path), tokenizer=not server.get("skip_tokenizer_init")
+        ),
         memory_saver=bool(server.get("enable_memory_saver")),
         keeps_weights=bool(server.get("enable_weights_cpu_backup")),
         asleep=asleep,
@@ -206,30 +207,15 @@ def _host_kv_tokens(server: Mapping[str, Any], kv_tokens: int, kv_bytes: float) 
     )
 
 
-def _model_files(model_path: str) -> Iterator[dict[str, Any]]:
-    """Yield config.json and generation_config.json of a local model, or of a hub model in its cache
-    beside the engine."""
+def _model_folder(model_path: str) -> Path:
+    """Return the folder of a local model, or of a hub model in its cache beside the engine; it need
+    not exist."""
     folder = Path(model_path)
-    if not folder.is_dir():
-        hub = (
-            Path.home()
-            / ".cache"
-            / "huggingface"
-            / "hub"
-            / f"models--{model_path.replace('/', '--')}"
-            / "snapshots"
-        )
-        folder = max(hub.glob("*"), default=folder)
-    for name in ("config.json", "generation_config.json"):
-        file = folder / name
-        if file.is_file():
-            yield json.loads(file.read_text())
-
-
-def _end_tokens(config: Mapping[str, Any]) -> list[int]:
-    tokens = config.get("eos_token_id")
-    # an id may be 0
-    return tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+    if folder.is_dir():
+        return folder
+    hub = Path.home() / ".cache" / "huggingface" / "hub"
+    snapshots = hub / f"models--{model_path.replace('/', '--')}" / "snapshots"
+    return max(snapshots.glob("*"), default=folder)
 
 
 @dataclass(frozen=True)
