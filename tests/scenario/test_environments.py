@@ -420,6 +420,25 @@ async def test_tools_are_called_until_a_reply_calls_none(client: treadle.Client)
     assert [each["function"]["name"] for each in conversation[1]["tool_calls"]] == ["add", "echo"]
 
 
+async def test_samples_of_a_group_have_seeds_of_their_own(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    """Result: the seed and the index of the sample, in each of its turns; near the largest seed,
+    they begin again at 0."""
+    for seed, expected in ((7, [7, 8, 9]), (2**63 - 2, [2**63 - 2, 2**63 - 1, 0])):
+        sampling = treadle.Sampling(max_new_tokens=4, temperature=1.0, seed=seed)
+        played = manager(client, lake(), ["up"], sampling=sampling, most_turns=2)
+        result = await played.rollout(samples_per_prompt=3)
+        check(result)
+        asked = {
+            (request.ticket.trajectory_id, request.sampling.seed)
+            for engine in mesh.engines.values()
+            for request in engine.requests("Generate")
+        }
+        of = dict(asked)
+        assert [of[t.trajectory_id] for t in result.trajectories] == expected
+
+
 async def reset(word: str) -> str:
     """Calls something that is away."""
     raise ConnectionResetError(f"no {word}")

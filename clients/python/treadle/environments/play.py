@@ -39,7 +39,8 @@ _log = logging.getLogger("treadle")
 class EnvManager:
     """Player of an environment, on a client of the mesh, with one model's chat template.
 
-    sampling: of each turn. most_turns: of an episode; the environment gets the last reply too.
+    sampling: of each turn; to a seed, of a turn's own sampling too, the index of the sample within
+    its group is added. most_turns: of an episode; the environment gets the last reply too.
     read_calls: tool calls of a text, for a model that writes them in another way than
     `read_tool_calls` knows; not called where the environment has no tools. An EnvManager is an
     agent: `client.rollout(manager.prompts(), manager)` does what `manager.rollout()` does, in an
@@ -127,7 +128,8 @@ class EnvManager:
     async def _generate(self, trajectory: Trajectory, turn: Turn) -> Reply:
         sampling = turn.sampling or self._sampling
         stops = dict.fromkeys((*sampling.stop_token_ids, *self._chat.stop_token_ids))
-        async for _ in trajectory.generate(replace(sampling, stop_token_ids=tuple(stops))):
+        sampling = replace(sampling.of_sample(trajectory.sample), stop_token_ids=tuple(stops))
+        async for _ in trajectory.generate(sampling):
             pass
         step = trajectory.steps[-1]
         text = turn.lead + self._chat.decode(step.token_ids)
