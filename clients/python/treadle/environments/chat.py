@@ -209,8 +209,8 @@ class Chat:
         return self._seams[key]
 
     def _find_seam(self, probes: Sequence[Message], tools: Sequence[ToolSchema]) -> _Seam:
-        """Return the seam for a reply of calls whose end is known, else for one of text, else for
-        one of calls up to where they are followed by nothing."""
+        """Return the seam for a reply of calls whose end is a stop token, else for one of text,
+        else for one of calls that ends as the template ends it where no message follows."""
         found, why = list[_Seam](), ""
         for reply in (_calls, _one_call, _text) if _results_in(probes) else (_text,):
             try:
@@ -233,7 +233,7 @@ class Chat:
     def _closing(self, text: str) -> str | None:
         """Return the text before the first token that ends a turn; None where there is none."""
         for place in range(len(text)):
-            if self._encode(text[place:])[0] in self.stop_token_ids:
+            if not {*self._encode(text[place:])[:1]}.isdisjoint(self.stop_token_ids):
                 return text[:place]
         return None
 
