@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import os
 import pickle
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from support.fake_engine import logprob_at, token_at
 from support.frameworks.trl_1_16_0 import score_by_length
 from support.mesh_in_process import FakeMesh, fake_mesh
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from treadle.adapters import calls
+from treadle.environments import Chat, user
 
 # Warnings are of the frameworks and of what they import, which takes minutes on a busy machine.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
@@ -154,3 +161,96 @@ async def test_trls_own_worker_plays_in_its_child_process(mesh: FakeMesh) -> Non
         ]
         assert sample.old_log_probs[-4:].tolist() == [logprob_at(index) for index in range(4)]
     assert not mesh.scheduler.open_trajectories
+
+
+# Templates of trl that show no result of a tool, or no tools, and those that take no text.
+NO_RESULTS = {"cohere", "cohere2", "gemma", "gemma3", "phi3", "phi3_5"}
+NO_TOOLS = {"deepseek_r1_distill", "deepseekv3", "llama3", "qwen2_5_vl"}
+NO_TEXT = {"idefics3", "llava_next", "smolvlm"}
+SPECIAL = re.compile(
+    r"<\|[^<>|\s]*\|?>|<[a-z_]+\|>|<｜[^｜]*｜>|<(?:start|end)_of_turn>|</?(?:think|tool_call)>"
+)
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {"at": {"type": "string"}}},
+    },
+}
+
+
+def trls_templates() -> list[Path]:
+    found = importlib.util.find_spec("trl")
+    assert found is not None
+    assert found.origin is not None
+    return sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja"))
+
+
+def test_a_result_is_in_the_prompt_or_the_template_is_refused_at_the_start() -> None:
+    """The templates of models that trl has, each with a tokenizer that knows their special tokens.
+
+    Result: after a reply, with the token that ends its turn or without it, the tokens that are
+    appended are those of the whole conversation; other templates are refused before that.
+    """
+    adapter_of("trl", "trl.experimental.async_grpo.async_rollout_worker")
+    made = {path.stem: tokenizer_with_special_tokens(path.read_text()) for path in trls_templates()}
+    assert len(made) > 2 * len(NO_RESULTS | NO_TOOLS | NO_TEXT)
+    refused = dict[str, str]()
+    for name, tokenizer in made.items():
+        try:
+            chat = Chat.of(tokenizer)
+            chat.begin([user("What is there?")], [LOOK])
+        except ValueError as error:
+            refused[name.removesuffix("_training")] = str(error)
+            continue
+        for seen in ([], ["a wall"], ["a wall", "a door"]):
+            check_continuation(tokenizer, chat, seen)
+    assert refused.keys() == NO_RESULTS | NO_TOOLS | NO_TEXT
+    assert all("tool" in refused[name] for name in NO_RESULTS | NO_TOOLS)
+
+
+def tokenizer_with_special_tokens(template: str) -> Any:
+    """Bytes, and the special tokens that are named in a template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_alone = Tokenizer(
+        models.BPE(vocab={each: at for at, each in enumerate(alphabet)}, merges=[])
+    )
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    special = sorted({*SPECIAL.findall(template), "<|im_start|>", "<|im_end|>", "<|eot_id|>"})
+    bytes_alone.add_special_tokens([AddedToken(each, special=True) for each in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bytes_alone, eos_token="<|eos|>", bos_token="<bos>", chat_template=template
+    )
+
+
+def check_continuation(tokenizer: Any, chat: Chat, seen: list[str]) -> None:
+    ids = [f"call0000{at}" for at in range(len(seen))]
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "look", "arguments": {"at": "x"}}}
+        for each in ids
+    ]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls} if seen else said("A reply.")
+    more: list[Any] = [
+        {"role": "tool", "tool_call_id": each, "name": "look", "content": content}
+        for each, content in zip(ids, seen, strict=True)
+    ] or [user("And now?")]
+    appended = str(tokenizer.decode(chat.go_on([], more, [LOOK])))
+    assert all(message["content"] in appended for message in more)
+    first = tokenizer.encode(appended, add_special_tokens=False)[0]
+    if first in chat.stop_token_ids:
+        rest = tokenizer.decode(chat.go_on([first], more, [LOOK]))
+        assert appended == tokenizer.decode([first]) + rest
+    try:
+        whole = tokenizer.apply_chat_template(
+            [user("?"), reply, *more], tools=[LOOK], add_generation_prompt=True, tokenize=False
+        )
+    except TemplateError as error:
+        assert "single tool-call" in str(error)
+    else:
+        assert whole.endswith(appended)
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}

@@ -44,12 +44,13 @@ class Prepared(Sum):
 
 
 async def test_tasks_of_a_taskset_are_asked_and_scored_by_their_own_rewards() -> None:
+    """The second reply has the right answer in its reasoning alone."""
     taskset = Sums(vf.TasksetConfig(id="sums"))
     async with fake_mesh("e0") as mesh, mesh.client() as client:
         played = EnvManager(
             client,
             VerifiersTasks(taskset.take(2)),
-            chat=scripted_chat(["It is 1.", "It is 7."]),
+            chat=scripted_chat(["It is 1.", "<think>It is 2?</think>It is 7."]),
             sampling=treadle.Sampling(max_new_tokens=4),
         )
         result = await played.rollout(samples_per_prompt=1, concurrency=1)

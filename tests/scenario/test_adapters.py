@@ -276,6 +276,21 @@ async def test_rllm_turns_are_one_trajectory_and_tell_the_oldest_version(mesh: F
     ]
 
 
+async def test_rllm_samples_of_a_prompt_have_seeds_of_their_own(mesh: FakeMesh) -> None:
+    """The engine's own sampling has one seed for all, and a request may bring another one."""
+    with standing_in(rllm.contents(), "rllm") as (adapter,):
+        engine = adapter.MeshEngine(
+            rllm.Tokenizer(), max_prompt_length=16, max_response_length=6, sampling={"seed": 7}
+        )
+        messages = [{"role": "user", "content": "11 12 13"}]
+        for sample in "abc":
+            await engine.get_model_response(messages, application_id=sample)
+        await engine.get_model_response(messages, application_id="d", seed=7)
+        await engine.sleep()
+    seeds = [each.sampling.seed for each in mesh.engines["e0"].requests("Generate")]
+    assert seeds == [7, 8, 9, 7]
+
+
 # ROLL
 
 
@@ -321,6 +336,19 @@ async def test_roll_environments_reach_the_mesh_from_threads_and_an_episode_ends
             tuple(each.sampling.stop_token_ids) for each in mesh.engines["e0"].requests("Generate")
         } == {(2, 0)}
     await asyncio.to_thread(lambda: background().run(calls.leave()))
+
+
+async def test_roll_samples_of_a_prompt_have_seeds_of_their_own(mesh: FakeMesh) -> None:
+    with standing_in(roll.contents(), "roll"):
+
+        def play(_: int) -> None:
+            proxy = roll.create_llm_proxy("treadle", {"address": mesh.address})
+            proxy.generate([], roll.lm_input(PROMPT), {"max_new_tokens": 4, "seed": 7})
+
+        await asyncio.gather(*(asyncio.to_thread(play, sample) for sample in range(3)))
+    await asyncio.to_thread(lambda: background().run(calls.leave()))
+    seeds = [each.sampling.seed for each in mesh.engines["e0"].requests("Generate")]
+    assert sorted(seeds) == [7, 8, 9]
 
 
 # TRL

@@ -21,8 +21,9 @@ from support.fake_sglang import VOCAB
 from support.mesh_in_process import WAIT_S, FakeMesh
 from support.mesh_of_processes import mesh as mesh_of_processes
 from support.processes import StartService
-from support.scripted_chat import LETTERS, read, scripted_chat
+from support.scripted_chat import LETTERS, read, render, scripted_chat
 from treadle.environments import (
+    Chat,
     Environment,
     EnvManager,
     Episode,
@@ -418,6 +419,81 @@ async def test_tools_are_called_until_a_reply_calls_none(client: treadle.Client)
         "assistant",
     ] + (["tool"] * 4 + ["assistant"])
     assert [each["function"]["name"] for each in conversation[1]["tool_calls"]] == ["add", "echo"]
+
+
+async def test_a_call_in_reasoning_is_not_run_and_an_answer_may_be_json(
+    client: treadle.Client,
+) -> None:
+    """The policy considers one call and makes another, of which it is told where there is no such
+    tool; its answer has a name.
+
+    Result: the score reads replies without their reasoning.
+    """
+    scored: list[Message] = []
+
+    def score(conversation: Sequence[Message], task: Task, trajectory: treadle.Trajectory) -> float:
+        scored.extend(conversation)
+        return 1.0
+
+    answer = '{"name": "Ada Lovelace", "born": 1815}'
+    replies = [
+        f"<think>Perhaps {call('add', a=1, b=1)}? No.</think>{call('add', a=2, b=3)}{call('fly')}",
+        answer,
+    ]
+    environment = ToolUse([Task("who", [user("Who?")])], [add], score=score)
+    [t] = (await manager(client, environment, replies).rollout(samples_per_prompt=1)).trajectories
+    assert (t.outcome, t.error, len(t.steps)) == ("finished", "", 2)
+    assert "tool: 5$tool: error: there is no tool 'fly'; there are add$" in read(t.tokens)
+    considered, last = scored[1], scored[-1]
+    assert considered["reasoning_content"].startswith("Perhaps <tool_call>")
+    assert [each["function"]["name"] for each in considered["tool_calls"]] == ["add", "fly"]
+    assert last == {"role": "assistant", "content": answer}
+
+
+async def test_a_reply_that_begins_within_reasoning_is_read_so(client: treadle.Client) -> None:
+    """The template begins each reply with <think>, and the first reply is cut before the reasoning
+    ends.
+
+    Result: no call of it is run, and no move of it is made.
+    """
+
+    def thinking(replies: Sequence[str]) -> Chat:
+        plain = scripted_chat(replies)
+        return Chat(
+            lambda *given: render(*given) + ("<think>" if given[2] else ""),
+            plain.words,
+            plain.decode,
+        )
+
+    calls = f"Perhaps {call('add', a=1, b=1)}"
+    environment = ToolUse([Task("sum", [user("?")])], [add], score=lambda *_: 1.0)
+    played = EnvManager(client, environment, chat=thinking([calls]), sampling=SAMPLING)
+    [t] = (await played.rollout(samples_per_prompt=1)).trajectories
+    assert (t.error, len(t.steps)) == ("", 1)
+    walks = thinking(["right or down", "right?</think> down"])
+    played = EnvManager(client, lake(), chat=walks, sampling=SAMPLING, most_turns=3)
+    [t] = (await played.rollout(samples_per_prompt=1)).trajectories
+    assert "user: 4$assistant: <think>~" in read(t.tokens)
+    assert read(t.tokens).count("names no action") == 1
+
+
+async def test_samples_of_a_group_have_seeds_of_their_own(
+    mesh: FakeMesh, client: treadle.Client
+) -> None:
+    """Result: the seed and the index of the sample, in each of its turns; near the largest seed,
+    they begin again at 0."""
+    for seed, expected in ((7, [7, 8, 9]), (2**63 - 2, [2**63 - 2, 2**63 - 1, 0])):
+        sampling = treadle.Sampling(max_new_tokens=4, temperature=1.0, seed=seed)
+        played = manager(client, lake(), ["up"], sampling=sampling, most_turns=2)
+        result = await played.rollout(samples_per_prompt=3)
+        check(result)
+        asked = {
+            (request.ticket.trajectory_id, request.sampling.seed)
+            for engine in mesh.engines.values()
+            for request in engine.requests("Generate")
+        }
+        of = dict(asked)
+        assert [of[t.trajectory_id] for t in result.trajectories] == expected
 
 
 async def reset(word: str) -> str:

@@ -92,18 +92,98 @@ async def test_a_server_that_dies_fails_the_call_and_is_there_for_the_next(mesh:
     assert "tool: 1$" in read(went_on.tokens)
 
 
-async def test_tools_on_all_pages_of_a_servers_list_are_shown(mesh: FakeMesh) -> None:
-    pages = """
-    if request["method"] == "tools/list":
-        at = int((request.get("params") or {}).get("cursor") or 0)
-        tools = [{"name": f"tool{at}", "inputSchema": {"type": "object"}}]
-        answer = {"result": {"tools": tools, **({"nextCursor": str(at + 1)} if at < 2 else {})}}
+def answering(method: str, result: str) -> McpServer:
+    """A server whose result of one method is a Python expression, of `params` and `count`, how
+    often the method was called before."""
+    answers = f"""
+    if request["method"] == "{method}":
+        params, count, calls[:] = request.get("params") or {{}}, len(calls), [*calls, 0]
+        answer = {{"result": {result}}}
 """
-    listing = MUTE.replace('or request["method"] == "tools/list"', "").replace(
-        "    print(", f"{pages}    print("
-    )
-    [t] = await play(mesh, McpServer([sys.executable, "-c", listing]), ["done"])
+    tools = """
+    if request["method"] == "tools/list":
+        answer = {"result": {"tools": [{"name": "ask", "inputSchema": {"type": "object"}}]}}
+"""
+    program = MUTE.replace('or request["method"] == "tools/list"', "")
+    program = program.replace("    print(", f"{tools}{answers}    print(")
+    return McpServer([sys.executable, "-c", f"calls = []\n{program}"])
+
+
+def pages(cursors: Sequence[str | None]) -> McpServer:
+    """A server of which each page of tools has one, and the next of these cursors."""
+    page = '{"name": f"tool{count}", "inputSchema": {"type": "object"}}'
+    more = f"dict([('nextCursor', each) for each in [{list(cursors)}[count]] if each is not None])"
+    return answering("tools/list", f'{{"tools": [{page}], **{more}}}')
+
+
+@pytest.mark.parametrize("last", [None, ""])
+async def test_tools_on_all_pages_of_a_servers_list_are_shown(
+    mesh: FakeMesh, last: str | None
+) -> None:
+    [t] = await play(mesh, pages(["a", "b", last]), ["done"])
     assert read(t.tokens).startswith("['tool0', 'tool1', 'tool2']user: Go.")
+
+
+@pytest.mark.parametrize(("cursors", "end"), [(["a", "a"], "a"), (["a", "b", "a"], "a")])
+async def test_a_list_of_tools_that_begins_again_is_refused(
+    mesh: FakeMesh, cursors: Sequence[str], end: str
+) -> None:
+    says = rf"(?s)the MCP server .* does not end .* after {len(cursors)} pages .*cursor '{end}'"
+    with pytest.raises(ConnectionError, match=says):
+        await play(mesh, pages(cursors), ["done"])
+
+
+async def test_a_list_of_tools_has_a_longest_length(
+    mesh: FakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.environments.mcp_server.MOST_PAGES", 3)
+    with pytest.raises(ConnectionError, match="after 3 pages"):
+        await play(mesh, pages(["a", "b", "c", "d"]), ["done"])
+
+
+IMAGE = {"type": "image", "data": "aGk=", "mimeType": "image/png"}
+RESOURCE = {"uri": "file:///notes", "mimeType": "text/plain"}
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": [{"type": "resource", "resource": {**RESOURCE, "text": "Noted."}}]}, "Noted."),
+        (
+            {
+                "content": [
+                    {"type": "text", "text": "See:"},
+                    {"type": "resource", "resource": {**RESOURCE, "blob": "aGk="}},
+                    {"type": "resource_link", "uri": "file:///more", "name": "more"},
+                    IMAGE,
+                    {"type": "audio", "data": "aGk=", "mimeType": "audio/wav"},
+                ]
+            },
+            "See:\n[resource file:///notes]\n[resource_link file:///more]\n[image]\n[audio]",
+        ),
+        ({"content": [], "structuredContent": {"n": 1}}, '{"n": 1}'),
+        ({"structuredContent": {"n": 1}}, '{"n": 1}'),
+        ({"content": [IMAGE], "structuredContent": {"n": 1}}, '[image]\n{"n": 1}'),
+        ({"content": [{"type": "text", "text": "one"}], "structuredContent": {"n": 1}}, "one"),
+        (
+            {
+                "content": [{"type": "resource", "resource": {**RESOURCE, "text": "No."}}],
+                "isError": True,
+            },
+            "error: No.",
+        ),
+        ({"isError": True, "structuredContent": {"n": 1}}, 'error: {"n": 1}'),
+        (
+            {"content": [{"type": "video", "data": "aGk="}]},
+            "error: the server's result is not of MCP: content.0.TextContent.text: Field required",
+        ),
+    ],
+)
+async def test_what_a_server_answers_is_read_in_words(
+    mesh: FakeMesh, result: dict[str, Any], text: str
+) -> None:
+    [t] = await play(mesh, answering("tools/call", repr(result)), [call("ask"), "done"])
+    assert f"~$tool: {text}$assistant" in read(t.tokens)
 
 
 async def test_two_rollouts_at_once_share_the_server(mesh: FakeMesh, tmp_path: Path) -> None:

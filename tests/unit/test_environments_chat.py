@@ -30,7 +30,54 @@ HEADERS = (
     "message.content | trim }}<|eot|>"
     "{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
-SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eot|>", "<|eos|>")
+# As Gemma 4: a result is shown behind its call, in the same turn, and a result without a call is
+# left out. The policy ends its call with the token with which the result begins.
+BEHIND_CALLS = (
+    "{%- for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{%- for message in messages"
+    " %}{%- if message.role == 'user' %}<|start|>user {{ message.content }}<|eot|>\n{% endif %}"
+    "{%- if message.role == 'assistant' %}<|start|>model {{ message.content }}{%- for call in "
+    "message.tool_calls or [] %}<|call|>{{ call.function.name }}{%- for key, value in "
+    "call.function.arguments.items() %} {{ key }}:{{ value }}{% endfor %}<|end|>{% endfor %}"
+    "{%- if message.tool_calls %}{%- for other in messages[loop.index:] if other.role == 'tool' "
+    "%}<|result|>{{ other.name }}:{{ other.content }}<|end|>{%- else %}<|result|>{%- endfor %}"
+    "{%- else %}<|eot|>\n{% endif %}{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|start|>model {% endif %}"
+)
+# As gpt-oss: one call at most is shown, and a result without a call raises; a call, the end of the
+# last reply and that of an earlier one have three tokens.
+ONE_CALL = (
+    "{%- for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{%- set seen = "
+    "namespace(call=none) %}{%- for message in messages %}{%- if message.tool_calls %}{%- set "
+    "seen.call = message.tool_calls[0].function %}<|start|>assistant to={{ seen.call.name }} {{ "
+    "seen.call.arguments | tojson }}<|call|>{%- elif message.role == 'tool' %}{%- if not seen.call "
+    "%}{{ raise_exception('no call before') }}{% endif %}<|start|>{{ seen.call.name }} {{ "
+    "message.content | tojson }}<|end|>{%- else %}<|start|>{{ message.role }} {{ message.content }}"
+    "{{ '<|eos|>' if loop.last and message.role == 'assistant' else '<|end|>' }}{% endif %}"
+    "{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# As DeepSeek V3: arguments are JSON, and a token ends all calls of a reply.
+ARGUMENTS_AS_JSON = (
+    "{%- for tool in tools or [] %}{{ tool.function.name }};{% endfor %}{%- for message in messages"
+    " %}{%- if message.tool_calls %}<|start|>assistant\n{% for call in message.tool_calls %}"
+    "{{ '<|call|>' + call.function.name + ' ' + call.function.arguments + '<|end|>' }}{%- endfor %}"
+    "<|calls_end|><|eos|>{% else %}<|start|>{{ message.role }}\n{{ message.content }}<|eos|>"
+    "{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+# As Phi 3: a result of a tool is left out.
+WITHOUT_RESULTS = (
+    "{%- for message in messages %}{%- if message.role != 'tool' %}<|start|>{{ message.role }}\n{{ "
+    "message.content }}<|end|>\n{% endif %}{%- endfor %}{%- if add_generation_prompt %}<|start|>"
+    "assistant\n{% else %}<|eos|>{% endif %}"
+)
+# As Gemma 2.
+WITHOUT_SYSTEM = (
+    "{%- if messages[0].role == 'system' %}{{ raise_exception('not supported') }}{%- endif %}"
+)
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|begin|>", "<|start|>", "<|end|>", "<|eot|>", "<|eos|>"),
+    *("<|call|>", "<|calls_end|>", "<|result|>"),
+)
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {}}}
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 
 
@@ -110,6 +157,136 @@ def test_results_of_tools_and_variables_of_the_template_are_rendered() -> None:
     assert "<tool_response>seen</tool_response>" in follows
     assert follows.endswith("assistant\n<think></think>")
     assert "look" not in follows
+
+
+def called(*places: str) -> Message:
+    calls = [
+        {"id": f"call0000{index}", "function": {"name": "look", "arguments": {"at": place}}}
+        for index, place in enumerate(places)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def results(*contents: str) -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": f"call0000{index}", "name": "look", "content": content}
+        for index, content in enumerate(contents)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [(BEHIND_CALLS, ["<|result|>"]), (ONE_CALL, ["<|call|>"]), (ARGUMENTS_AS_JSON, ["<|eos|>"])],
+)
+@pytest.mark.parametrize("ends_itself", [True, False])
+@pytest.mark.parametrize("seen", [["a wall"], ["a wall", 'a "door"']])
+def test_results_are_what_the_template_shows_behind_the_calls(
+    template: str, ends: Sequence[str], ends_itself: bool, seen: Sequence[str]
+) -> None:
+    """The policy samples its calls as the template shows them, and the token that ends them or
+    not."""
+    tokenizer = tokenizer_with(template)
+    chat = Chat.of(tokenizer)
+    prompt, more = [user("What is there?")], results(*seen)
+    calls = called(*["left", "right"][: 1 if template == ONE_CALL else len(seen)])
+    if template == ARGUMENTS_AS_JSON:
+        for call in calls["tool_calls"]:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    expected = str(tokenizer.decode(whole(tokenizer, [*prompt, calls, *more], tools=[LOOK])))
+    begun = str(tokenizer.decode(chat.begin(prompt, [LOOK])))
+    sampled, end, _ = expected.removeprefix(begun).partition(ends[0])
+    ids = tokenizer.encode(sampled + (end if ends_itself else ""), add_special_tokens=False)
+    follows = str(tokenizer.decode(chat.go_on(ids, more, [LOOK])))
+    assert begun + str(tokenizer.decode(ids)) + follows == expected
+    assert {*tokenizer.encode("".join(ends), add_special_tokens=False)} <= {*chat.stop_token_ids}
+
+
+def test_each_kind_of_turn_ends_with_its_own_token() -> None:
+    """The token behind an earlier reply is no end of a turn where the last reply has another
+    one."""
+    ends = {
+        template: {
+            str(tokenizer_with(template).decode([each]))
+            for each in Chat.of(tokenizer_with(template)).stop_token_ids
+        }
+        for template in (BEHIND_CALLS, ONE_CALL, ARGUMENTS_AS_JSON, WITHOUT_RESULTS)
+    }
+    assert ends == {
+        BEHIND_CALLS: {"<|eos|>", "<|eot|>", "<|result|>"},
+        ONE_CALL: {"<|eos|>", "<|call|>"},
+        ARGUMENTS_AS_JSON: {"<|eos|>"},
+        WITHOUT_RESULTS: {"<|eos|>", "<|end|>"},
+    }
+
+
+def test_text_before_the_end_of_a_turn_is_not_added_to_what_was_sampled() -> None:
+    """As Nemotron, whose template writes a line break before the end of each turn."""
+    tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "\n<|im_end|>"))
+    chat = Chat.of(tokenizer)
+    sampled = tokenizer.encode("42<|im_end|>", add_special_tokens=False)
+    after_end, after_text = (
+        str(tokenizer.decode(chat.go_on(ids, [user("Sure?")]))) for ids in (sampled, sampled[:-1])
+    )
+    assert after_end.startswith("\n<|im_start|>user")
+    assert after_text == f"\n<|im_end|>{after_end}"
+
+
+def test_a_kind_of_message_that_is_left_out_or_refused_is_named_at_the_start() -> None:
+    results_left_out = Chat.of(tokenizer_with("look " + WITHOUT_RESULTS))
+    assert results_left_out.begin([SYSTEM, user("hi")])
+    for begin in (results_left_out.begin, results_left_out.head):
+        with pytest.raises(ValueError, match="leaves out a tool message"):
+            begin([user("hi")], [LOOK])
+    with pytest.raises(ValueError, match="leaves out a tool message"):
+        results_left_out.go_on([], results("a wall"))
+    without_system = Chat.of(tokenizer_with(WITHOUT_SYSTEM + HEADERS))
+    assert without_system.begin([user("hi")])
+    for make, given in (
+        (without_system.begin, ([SYSTEM, user("hi")],)),
+        (without_system.head, ([SYSTEM],)),
+        (without_system.complete, ([SYSTEM], [user("hi")])),
+    ):
+        with pytest.raises(ValueError, match=r"refuses these messages \(system, user\).*not supp"):
+            make(*given)
+    left_out = Chat.of(tokenizer_with(f"{{%- set messages = messages[-3:] %}}{CHATML}"))
+    with pytest.raises(ValueError, match="leaves out a system message"):
+        left_out.begin([SYSTEM, user("1"), {"role": "assistant", "content": "2"}, user("3")])
+
+
+def test_tools_that_the_prompt_does_not_name_are_refused() -> None:
+    chat = Chat.of(tokenizer_with(HEADERS))
+    with pytest.raises(ValueError, match=r"does not show the tools \(look\)"):
+        chat.begin([user("hi")], [LOOK])
+    with pytest.raises(ValueError, match=r"does not show the tools \(look\)"):
+        chat.complete([], [user("hi")], [LOOK])
+    described = [{"role": "system", "content": "Call look(at)."}, user("hi")]
+    assert chat.begin(described, [LOOK])
+
+
+def test_calls_in_a_prompt_have_their_arguments_as_the_template_takes_them() -> None:
+    as_json = called("left")
+    as_json["tool_calls"][0]["function"]["arguments"] = '{"at": "left"}'
+    for template, shown in (
+        (BEHIND_CALLS, "<|call|>look at:left<|end|>"),
+        (ARGUMENTS_AS_JSON, '<|call|>look {"at": "left"}<|end|>'),
+        (ONE_CALL, 'to=look {"at": "left"}<|call|>'),
+    ):
+        tokenizer = tokenizer_with(template)
+        for call in (called("left"), as_json):
+            prompt = [user("What?"), call, *results("a wall"), user("And now?")]
+            assert shown in str(tokenizer.decode(Chat.of(tokenizer).begin(prompt, [LOOK])))
+
+
+def test_the_template_says_whether_a_reply_begins_within_reasoning() -> None:
+    """As DeepSeek R1, which begins to think after a user and not after a result."""
+    thinking = f"{CHATML}{{%- if messages[-1].role != 'tool' %}}<think>\n{{% endif %}}"
+    chat = Chat.of(tokenizer_with(thinking))
+    prompt, result = [SYSTEM, user("<think>?")], results("</think>")
+    assert chat.reply_opening(prompt) == "<think>\n"
+    assert chat.reply_opening([user("?")], after_reply=True) == "<think>\n"
+    assert chat.reply_opening(result, after_reply=True) == ""
+    quiet = Chat.of(tokenizer_with(CHATML), quiet=True)
+    assert quiet.reply_opening(prompt) == quiet.reply_opening(result, after_reply=True) == ""
 
 
 def test_a_sampled_text_is_read_without_special_tokens() -> None:

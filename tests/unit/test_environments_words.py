@@ -39,6 +39,9 @@ def test_there_must_be_a_word() -> None:
         ("<think>40?</think> 42 ", "42"),
         ("40?</think> 42 ", "42"),
         ("so <answer> 41, no: <answer>42</answer>, or", "42"),
+        ("<think><answer>41</answer>?</think> <answer>42</answer>", "42"),
+        ("<answer>42</answer> <think><answer>41</answer>?", "42"),
+        ("<think><answer>41</answer>, and then it was cut", ""),
         ("42", "42"),
     ],
 )
@@ -47,7 +50,11 @@ def test_the_last_answer_counts_and_reasoning_does_not(said: str, answer: str) -
 
 
 @pytest.mark.parametrize(
-    "said", ["<answer>", "<think>", "</think>", "<tool_call>", "<answer></answer", "left "]
+    "said",
+    [
+        *("<answer>", "<think>", "</think>", "<tool_call>", "<answer></answer", "left "),
+        *("<think></think>", "<tool_call>{", '<tool_call>{"', "<tool_call>[]"),
+    ],
 )
 def test_a_reply_that_repeats_itself_is_read_in_time(said: str) -> None:
     """A policy that has broken down says one thing until its tokens are spent. Reading it takes the
@@ -73,11 +80,98 @@ def test_a_call_is_read_in_each_form(said: str) -> None:
     assert (call.name, call.arguments, call.error) == ("look", CALL["arguments"], "")
 
 
+def tagged(name: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+A, B = tagged("a"), tagged("b")
+
+
 @pytest.mark.parametrize(
-    "said", ["I need no tool.", "", '{"answer": 3}', "<tool_response>x</tool_response>"]
+    ("said", "names"),
+    [
+        (f"<think>Perhaps {A}? No.</think>{B}", ["b"]),
+        (f"Perhaps {A}? No.</think>{B}", ["b"]),  # its template has written <think>
+        (f"<think>Perhaps {A}", []),
+        (f"<think>I use <tool_call> now.</think>{B}", ["b"]),
+        (f"I use <tool_call> now.</think>{B}", ["b"]),
+        (f"{A}<think>and {B}</think>{A}", ["a", "a"]),
+        (f"<think>x</think>{A}</think>{B}", ["a", "b"]),
+        (f"<think>{json.dumps(CALL)}</think>{json.dumps(CALL)}", ["look"]),
+        (f"<think>{json.dumps(CALL)}</think>I know it.", []),
+        (f"<think>{json.dumps(CALL)}", []),
+    ],
+)
+def test_calls_within_reasoning_do_not_count(said: str, names: list[str]) -> None:
+    assert [call.name for call in read_tool_calls(said)] == names
+
+
+@pytest.mark.parametrize("text", ["<think>", "</think>", "</tool_call>", "<tool_call>{}"])
+def test_tags_within_the_arguments_of_a_call_belong_to_them(text: str) -> None:
+    [first, second] = read_tool_calls(tagged("write", text=text) + B)
+    assert (first.arguments, first.error, second.name) == ({"text": text}, "", "b")
+    [bare] = read_tool_calls(json.dumps({"name": "write", "parameters": {"text": text}}))
+    assert (bare.arguments, bare.error) == ({"text": text}, "")
+
+
+def test_a_call_whose_end_tag_is_missing_ends_before_the_next_call() -> None:
+    first, second = read_tool_calls(A.removesuffix("</tool_call>") + B)
+    assert ([first.name, second.name], first.error + second.error) == (["a", "b"], "")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "I need no tool.",
+        "",
+        '{"answer": 3}',
+        '{"name": "Ada Lovelace", "born": 1815}',
+        '{"name": "Ada Lovelace"}',
+        '{"name": "look", "arguments": {}, "born": 1815}',
+        '{"name": {"first": "Ada"}, "arguments": {}}',
+        '{"person": {"name": "look", "arguments": {}}}',
+        '[{"name": "look", "arguments": {}}]',
+        '```json\n{"name": "look", "arguments": {}}\n```',
+        'The call is {"name": "look", "arguments": {}}',
+        '{"name": "Ada Lovelace", "born',
+        "<tool_response>x</tool_response>",
+    ],
 )
 def test_a_reply_without_a_call_has_none(said: str) -> None:
     assert read_tool_calls(said) == []
+    assert read_tool_calls(said, ["look"]) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"name": "Ada Lovelace", "arguments": {}}',
+        '{"name": "Ada Lovelace", "parameters": {"born": 1815}}',
+        '{"name": "Ada Lovelace", "arguments": {"born": 18',
+    ],
+)
+def test_json_alone_is_a_call_of_a_tool_that_there_is_and_an_answer_otherwise(said: str) -> None:
+    assert read_tool_calls(said, ["look"]) == []
+    assert len(read_tool_calls(said, ["look", "Ada Lovelace"])) == 1
+    assert len(read_tool_calls(said)) == 1  # the tools are not known
+    [python_tag] = read_tool_calls(f"<|python_tag|>{said}", ["look"])
+    assert python_tag.name == "Ada Lovelace" or "no JSON" in python_tag.error
+
+
+def test_json_alone_calls_a_known_tool_without_arguments() -> None:
+    [call] = read_tool_calls('{"name": "look"}', ["look"])
+    assert (call.name, call.arguments, call.error) == ("look", {}, "")
+
+
+def test_a_tagged_call_of_an_unknown_tool_is_a_call() -> None:
+    [call] = read_tool_calls(A, ["look"])
+    assert (call.name, call.error) == ("a", "")
+
+
+def test_ids_of_calls_are_as_templates_of_mistral_require_them() -> None:
+    ids = [call.call_id for call in read_tool_calls(A * 3)]
+    assert len(set(ids)) == 3
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ class _Play(Episode):
         return self._turn(f"{first}\n{CODE_HINT}", CODE_LEAD)
 
     async def step(self, reply: Reply) -> Turn:
-        action, result = read_action(self._task, reply.text), None
+        action, result = read_action(self._task, reply.said), None
         if action is not None:
             result = await self._session.step(action)
             if self._tool_latency_s > 0:

@@ -13,7 +13,7 @@ import math
 import sys
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from google.protobuf.duration_pb2 import Duration
@@ -23,6 +23,7 @@ from treadle.errors import StreamBroken
 FinishReason = Literal["stop", "length", "aborted"]
 Outcome = Literal["finished", "truncated", "failed", "cancelled"]
 SpanKind = Literal["queue", "prefill", "decode", "tool"]
+SEEDS = 2**63  # seeds are int64, from 0
 ToolStatus = Literal["ok", "tool_error", "timed_out", "out_of_memory", "crashed"]
 
 
@@ -40,6 +41,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    def of_sample(self, sample: int) -> Sampling:
+        """Return the parameters for one sample of a group: with one seed, all would be the same
+        text."""
+        if self.seed is None:
+            return self
+        return replace(self, seed=(self.seed + sample) % SEEDS)
 
 
 @dataclass(frozen=True)

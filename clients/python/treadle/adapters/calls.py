@@ -223,20 +223,31 @@ class Link:
         await self.client.__aexit__(None, None, None)
 
     async def generate(
-        self, prompt: Sequence[int], sampling: Sampling, session: str = "", *, alone: bool = False
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        session: str = "",
+        *,
+        alone: bool = False,
+        shared_seed: bool = False,
     ) -> Answer:
         """Generate the next turn of the trajectory that the prompt continues.
 
         session: whose turn it is; empty: the run of the agent (`one_run`), or any open trajectory
         whose tokens the prompt begins with. alone: the session has one trajectory at a time, so its
-        other trajectories end. Raises TreadleError.
+        other trajectories end. shared_seed: all samples of a prompt come with one seed, to which
+        the index of the sample is added. Raises TreadleError.
         """
         scope = _scope.get()
         if scope is not None:
             session = session or scope.name
             scope.sessions.add(session)
         try:
-            return Answer.of(await self.sessions.generate(session, prompt, sampling, alone=alone))
+            return Answer.of(
+                await self.sessions.generate(
+                    session, prompt, sampling, alone=alone, shared_seed=shared_seed
+                )
+            )
         finally:
             if scope is not None and scope.outcome is not None:
                 await self.sessions.close(session, scope.outcome)

@@ -98,7 +98,9 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
         params = {**(self.validation_sampling if validation else self.sampling), **kwargs}
         limit = params.get("max_tokens") or params.get("max_new_tokens") or self.max_response_length
         link = await link_to(self.address)
-        return await link.generate(token_input, sampling_of(params, min(limit, room)), session)
+        shared_seed = not {"seed", "sampling_seed"} & kwargs.keys()  # that of `self.sampling`
+        sampling = sampling_of(params, min(limit, room))
+        return await link.generate(token_input, sampling, session, shared_seed=shared_seed)
 
     def assemble_model_output(
         self, token_input: Sequence[int], token_output: Answer

@@ -56,7 +56,7 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
             if token is not None
         ]
         sampling = sampling_of({**config, "eos_token_id": ends}, int(config["max_new_tokens"]))
-        return await link.generate(prompt, sampling, self._session, alone=True)
+        return await link.generate(prompt, sampling, self._session, alone=True, shared_seed=True)
 
     def _output(self, lm_input: DataProto, answer: Answer) -> DataProto:
         """Make the output as ROLL's own scheduler makes it."""

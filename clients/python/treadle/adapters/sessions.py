@@ -168,6 +168,7 @@ class Sessions:
         sampling: Sampling,
         *,
         alone: bool = False,
+        shared_seed: bool = False,
         on_take: Callable[[Trajectory], object] = id,
         on_chunk: Callable[[Chunk], object] | None = None,
     ) -> Trajectory:
@@ -176,8 +177,9 @@ class Sessions:
 
         Where the scheduler has closed the trajectory, as where the lease had run out, the turn is
         generated in another one, unless on_chunk has received tokens of it. alone: the session has
-        one trajectory at a time, so its other trajectories end. on_take: called with each
-        trajectory before its turn. Raises TreadleError.
+        one trajectory at a time, so its other trajectories end. shared_seed: the index of the
+        sample is added to the seed. on_take: called with each trajectory before its turn. Raises
+        TreadleError.
         """
         while True:
             found = self._take(session, prompt)
@@ -187,7 +189,8 @@ class Sessions:
             try:
                 if alone:
                     await self.close(session)
-                async with aclosing(trajectory.generate(sampling)) as chunks:
+                asked = sampling.of_sample(trajectory.sample) if shared_seed else sampling
+                async with aclosing(trajectory.generate(asked)) as chunks:
                     async for chunk in chunks:
                         if on_chunk is not None:
                             seen = True

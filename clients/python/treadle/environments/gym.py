@@ -48,9 +48,9 @@ class Gym(Environment):
 
     make: an id of gymnasium's registry, or a function that makes a new environment. seeds: a task
     for each. actions: words and the actions that they name, of which the first one in a reply
-    counts; or a function from a reply's text to an action, None where it names none. system: the
-    system message. hint: what the policy reads where its reply named no action, in place of a step.
-    make_arguments: of gymnasium.make. Raises ValueError.
+    counts; or a function from a reply's text, without its reasoning, to an action, None where it
+    names none. system: the system message. hint: what the policy reads where its reply named no
+    action, in place of a step. make_arguments: of gymnasium.make. Raises ValueError.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _GymEpisode(Episode):
         return await self._run(reset)
 
     async def step(self, reply: Reply) -> Turn:
-        env, action = self._env, self._gym.read(reply.text)
+        env, action = self._env, self._gym.read(reply.said)
         assert env is not None, "begun"
         if action is None:
             return Turn([self._gym.show_hint()])

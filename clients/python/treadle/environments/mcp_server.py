@@ -21,6 +21,7 @@ from treadle.environments.tools import Tool
 from treadle.trajectory import Trajectory
 
 CALL_S = 60.0
+MOST_PAGES = 1_000  # of a list of tools
 OPEN_S = 120.0  # until a server answers: a command may install itself first, as `npx` does
 
 
@@ -71,11 +72,12 @@ class McpServer:
 
     async def _list_tools(self, connection: _Connection) -> list[Any]:
         import mcp
+        from pydantic import ValidationError
 
         try:
             async with asyncio.timeout(OPEN_S):
                 return await connection.list_tools()
-        except (TimeoutError, mcp.MCPError) as error:
+        except (TimeoutError, mcp.MCPError, ValidationError) as error:
             why = str(error) or "it does not answer"
             raise ConnectionError(f"{connection.name} does not list its tools: {why}") from error
 
@@ -99,19 +101,27 @@ class _Connection:
         self._holder: asyncio.Task[None] | None = None
 
     async def list_tools(self) -> list[Any]:
-        """Return all pages of the server's tools, as mcp.types.Tool."""
-        client, found, cursor = await self._open(), [], None
+        """Return all pages of the server's tools, as mcp.types.Tool. Raises ConnectionError for a
+        list that has no end."""
+        client, found = await self._open(), list[Any]()
+        cursors: list[str | None] = [None]
         while True:
-            page = await client.list_tools(cursor=cursor)
+            page = await client.list_tools(cursor=cursors[-1])
             found += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
+            if not page.next_cursor:
                 return found
+            if page.next_cursor in cursors or len(cursors) == MOST_PAGES:
+                raise ConnectionError(
+                    f"{self.name} does not end the list of its tools: after {len(cursors)} pages "
+                    f"it gives the cursor {page.next_cursor!r}"
+                )
+            cursors.append(page.next_cursor)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool and return what the policy reads. Raises ConnectionError."""
         import mcp
         from mcp_types import CONNECTION_CLOSED
+        from pydantic import ValidationError
 
         client = await self._open()
         try:
@@ -124,12 +134,9 @@ class _Connection:
             if client is self._client:
                 self._client = None
             raise ConnectionError(f"{self.name} has closed the connection during {tool}") from error
-        said = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}]" for part in result.content
-        )
-        if not said and result.structured_content is not None:
-            said = json.dumps(result.structured_content)
-        return f"error: {said}" if result.is_error else said
+        except ValidationError as error:
+            return _text_of_other(error.errors(include_url=False)[0])
+        return f"error: {_text_of(result)}" if result.is_error else _text_of(result)
 
     async def close(self) -> None:
         """End the connection, and the process of a command."""
@@ -179,6 +186,35 @@ def _tool_of(connection: _Connection, listed: Any) -> Tool:
         return await trajectory.time_tool(lambda: connection.call(listed.name, arguments))
 
     return Tool(listed.name, listed.description or listed.title or "", listed.input_schema, run)
+
+
+def _text_of(result: Any) -> str:
+    """Return what the policy reads of a mcp.types.CallToolResult: its texts, the addresses of what
+    is linked, and the kind of what is no text. A result without text has its structured content."""
+    said = "\n".join(map(_text_of_part, result.content))
+    has_text = any(part.type in ("text", "resource") for part in result.content)
+    if result.structured_content is None or (has_text and said):
+        return said
+    return "\n".join(filter(None, [said, json.dumps(result.structured_content)]))
+
+
+def _text_of_other(wrong: Mapping[str, Any]) -> str:
+    """Return what the policy reads of a result that is not of MCP. wrong: pydantic's first error.
+    Some servers leave `content` out where they have structured content."""
+    given = wrong["input"]
+    if wrong["loc"] == ("content",) and isinstance(given, dict) and "structuredContent" in given:
+        said = json.dumps(given["structuredContent"])
+        return f"error: {said}" if given.get("isError") else said
+    where = ".".join(map(str, wrong["loc"]))
+    return f"error: the server's result is not of MCP: {where}: {wrong['msg']}"
+
+
+def _text_of_part(part: Any) -> str:
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        return str(getattr(part.resource, "text", f"[resource {part.resource.uri}]"))
+    return f"[{part.type} {part.uri}]" if part.type == "resource_link" else f"[{part.type}]"
 
 
 def _name_of(target: Any) -> str:

@@ -39,9 +39,11 @@ _log = logging.getLogger("treadle")
 class EnvManager:
     """Player of an environment, on a client of the mesh, with one model's chat template.
 
-    sampling: of each turn. most_turns: of an episode; the environment gets the last reply too.
+    sampling: of each turn; to a seed, of a turn's own sampling too, the index of the sample within
+    its group is added. most_turns: of an episode; the environment gets the last reply too.
     read_calls: tool calls of a text, for a model that writes them in another way than
-    `read_tool_calls` knows; not called where the environment has no tools. An EnvManager is an
+    `read_tool_calls` knows, which is the default, with the names of the environment's tools; not
+    called where the environment has no tools. An EnvManager is an
     agent: `client.rollout(manager.prompts(), manager)` does what `manager.rollout()` does, in an
     environment that its user has entered. Raises ValueError.
     """
@@ -54,7 +56,7 @@ class EnvManager:
         chat: Chat,
         sampling: Sampling,
         most_turns: int = MOST_TURNS,
-        read_calls: Callable[[str], Sequence[ToolCall]] = read_tool_calls,
+        read_calls: Callable[[str], Sequence[ToolCall]] | None = None,
     ) -> None:
         if most_turns < 1:
             raise ValueError(f"most_turns must be >= 1, is {most_turns}")
@@ -108,15 +110,15 @@ class EnvManager:
         conversation: list[Message] = [*task.messages, *turn.messages]
         if opening := self._opening(task, turn):
             trajectory.observe(opening)
+        tools, before = self._environment.tools, tuple(conversation)
         for number in range(self._most_turns):
             if turn.done or trajectory.tokens_left == 0:
                 break
             if number:
-                sampled = trajectory.steps[-1].token_ids
-                trajectory.observe(
-                    self._chat.go_on(sampled, turn.messages, self._environment.tools, turn.lead)
-                )
-            reply = await self._generate(trajectory, turn)
+                sampled, before = trajectory.steps[-1].token_ids, tuple(turn.messages)
+                trajectory.observe(self._chat.go_on(sampled, before, tools, turn.lead))
+            begins = self._chat.reply_opening(before, tools, after_reply=number > 0) + turn.lead
+            reply = await self._generate(trajectory, turn.sampling or self._sampling, begins)
             conversation.append(message_of(reply))
             turn = await episode.step(reply)
             conversation += turn.messages
@@ -124,14 +126,20 @@ class EnvManager:
         ending = await episode.finish(conversation)
         return ending if isinstance(ending, PendingReward) else reward + ending
 
-    async def _generate(self, trajectory: Trajectory, turn: Turn) -> Reply:
-        sampling = turn.sampling or self._sampling
+    async def _generate(self, trajectory: Trajectory, sampling: Sampling, begins: str) -> Reply:
         stops = dict.fromkeys((*sampling.stop_token_ids, *self._chat.stop_token_ids))
-        async for _ in trajectory.generate(replace(sampling, stop_token_ids=tuple(stops))):
+        sampling = replace(sampling.of_sample(trajectory.sample), stop_token_ids=tuple(stops))
+        async for _ in trajectory.generate(sampling):
             pass
         step = trajectory.steps[-1]
-        text = turn.lead + self._chat.decode(step.token_ids)
-        return Reply(text, tuple(self._read_calls(text)) if self._environment.tools else (), step)
+        text = begins + self._chat.decode(step.token_ids)
+        return Reply(text, tuple(self._calls_in(text)), step)
+
+    def _calls_in(self, text: str) -> Sequence[ToolCall]:
+        names = [tool["function"]["name"] for tool in self._environment.tools]
+        if not names:
+            return ()
+        return self._read_calls(text) if self._read_calls else read_tool_calls(text, names)
 
     def _prompt_tokens(self, task: Task) -> list[int]:
         make = self._chat.begin if task.is_complete else self._chat.head

@@ -82,7 +82,7 @@ class ReasoningGym(Environment):
 
     def _score(self, reply: Reply, entry: dict[str, Any]) -> float:
         try:
-            return float(self._dataset.score_answer(self._read(reply.text), entry))
+            return float(self._dataset.score_answer(self._read(reply.said), entry))
         except Exception:  # noqa: BLE001 - rules raise anything for an answer that they cannot read
             return 0.0
 

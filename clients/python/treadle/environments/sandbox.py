@@ -31,8 +31,9 @@ class Sandboxed(Environment):
 
     tool: its name. openings: the arguments of each task's session. actions: words and the arguments
     of the step that they name, of which the first one in a reply counts; or a function from a
-    reply's text to arguments, None where it names none. system: the system message. hint: what the
-    policy reads where its reply named no action. limits: of the session; None: the tool's own.
+    reply's text, without its reasoning, to arguments, None where it names none. system: the system
+    message. hint: what the policy reads where its reply named no action. limits: of the session;
+    None: the tool's own.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class _Sandbox(Episode):
         return _turn_of(self._session.first)
 
     async def step(self, reply: Reply) -> Turn:
-        action = self._read(reply.text)
+        action = self._read(reply.said)
         return (
             Turn([user(self._hint)])
             if action is None

@@ -13,7 +13,15 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treadle.environments.episode import Environment, Episode, Message, Reply, Task, Turn
+from treadle.environments.episode import (
+    Environment,
+    Episode,
+    Message,
+    Reply,
+    Task,
+    Turn,
+    split_reasoning,
+)
 from treadle.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -123,11 +131,12 @@ def _trace_of(task: Task, prompt_ids: Sequence[int], reply: Reply) -> vf.Trace[A
         completion_ids=reply.step.token_ids,
         completion_logprobs=reply.step.logprobs,
     )
+    reasoning, content = split_reasoning(reply.text)
     said = vf.Response(
         id="",
         created=0,
         model="",
-        message=vf.AssistantMessage(content=reply.text),
+        message=vf.AssistantMessage(content=content, reasoning_content=reasoning or None),
         finish_reason="length" if reply.step.finish_reason == "length" else "stop",
         tokens=tokens,
     )
