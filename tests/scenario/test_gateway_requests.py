@@ -18,6 +18,7 @@ from support.fake_sglang import END_TOKEN, FakeSglang, expected
 from support.gateway import FrontDoor, front_door
 from support.scheduler import scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_cli.mesh.processes import is_free
 from treadle_gateway.text import TextModel
 
 MODEL = "fake/model"
@@ -263,7 +264,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_in_the_words_that_age
 
 
 async def test_each_copy_of_a_seeded_request_has_a_seed_of_its_own(door: FrontDoor) -> None:
-    """As one seed makes equal samples. Result: the seed and the number of the copy."""
+    """One seed makes equal samples. Result: each copy adds its number to the seed."""
     for path, body in (
         ("/generate", {"input_ids": PROMPT, "sampling_params": {"n": 3, "sampling_seed": 7}}),
         ("/v1/completions", {"prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 5}),
@@ -301,6 +302,83 @@ async def test_a_token_that_only_the_tokenizer_names_as_its_end_ends_an_answer(
             event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)
         ]
         assert "".join(pieces) == "end"
+
+
+async def test_what_would_end_an_engine_is_refused_before_it_is_forwarded(tmp_path: Path) -> None:
+    """Each of these ends SGLang, or is for its own parts. Result: a refusal with the field's name,
+    and no engine gets it; a request without it is forwarded as before."""
+    beyond = [5, 1_000_000]
+    penalty = {"frequency_penalty": 0.1}
+    bad: list[tuple[str, dict[str, Any], str]] = [
+        ("/generate", {"text": "", "return_logprob": True, "logprob_start_len": 0}, "text"),
+        ("/generate", {"text": ["a", ""], "sampling_params": penalty}, "text"),
+        ("/generate", {"input_ids": beyond, "sampling_params": penalty}, "input_ids"),
+        ("/generate", {"input_ids": [[5], beyond], "sampling_params": penalty}, "input_ids[1]"),
+        ("/generate", ask(positional_embed_overrides=[1]), "positional_embed_overrides"),
+        ("/generate", ask(top_logprobs_num=1_000_000), "top_logprobs_num"),
+        ("/generate", ask(sampling_params=GREEDY | penalty | {"is_normalized": True}), "is_norm"),
+        ("/generate", ask(sampling_params=penalty | {"stop_token_ids": beyond}), "stop_token_ids"),
+        ("/generate", ask(sampling_params={"logit_bias": {"1000000": 1}}), "logit_bias"),
+        ("/generate", ask(sampling_params=penalty | {"n": 2, "sampling_seed": 7}), "n"),
+        ("/v1/completions", {"prompt": beyond, **penalty}, "prompt"),
+        ("/v1/completions", {"prompt": "", "echo": True, "logprobs": 1}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "input_ids": beyond, **penalty},
+            "input_ids",
+        ),
+        ("/inference/v1/generate", {"token_ids": beyond, "sampling_params": penalty}, "input_ids"),
+    ]
+    forwarded: list[dict[str, Any]] = []
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> web.StreamResponse:
+        body = await request.json() if request.path == "/generate" else {}
+        if "frequency_penalty" in body.get("sampling_params", {}):
+            forwarded.append(body)
+            return web.json_response({"output_ids": [1]})
+        answer: web.StreamResponse = await handler(request)
+        return answer
+
+    def teach(engine: FakeSglang) -> None:
+        teach_chat(engine).middlewares.append(note)
+
+    folder = write_tokenizer(tmp_path / "model")
+    async with front_door(tmp_path, teach=teach, tokenizer=str(folder)) as door:
+        for path, body, field in bad:
+            answer = await door.post(path, body, status=400)
+            assert field in answer["error"]["message"], (path, body, answer)
+        assert not forwarded
+        good = {"text": "Count", "sampling_params": GREEDY | penalty}
+        assert (await door.post("/generate", good))["output_ids"] == [1]
+        assert [each["text"] for each in forwarded] == ["Count"]
+
+
+async def test_a_request_during_which_an_engine_ended_goes_to_no_other(tmp_path: Path) -> None:
+    ended: list[str] = []
+    stops: list[asyncio.Future[None]] = []
+
+    def teach(engine: FakeSglang) -> None:
+        @web.middleware
+        async def die(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.path == "/generate" and (await request.json()).get("return_entropy"):
+                ended.append(engine.url)
+                stops.append(asyncio.ensure_future(engine.stop()))
+                await until(lambda: is_free(engine.port))
+                assert request.transport is not None
+                request.transport.abort()
+            answer: web.StreamResponse = await handler(request)
+            return answer
+
+        engine.middlewares.append(die)
+
+    async with front_door(tmp_path, teach=teach) as door:
+        await door.post("/generate", ask(return_entropy=True, rid="a"), status=503)
+        refused = await door.post("/generate", ask(return_entropy=True, rid="b"), status=400)
+        assert "an engine ended while it ran this same request" in refused["error"]["message"]
+        assert len(ended) == 1
+        await asyncio.gather(*stops)
+        assert (await door.post("/generate", ask(return_routed_experts=True)))["output_ids"]
 
 
 async def test_copies_of_a_session_go_on_each_by_itself_and_end_with_it(door: FrontDoor) -> None:

@@ -220,7 +220,7 @@ def test_each_kind_of_turn_ends_with_its_own_token() -> None:
 
 
 def test_text_before_the_end_of_a_turn_is_not_added_to_what_was_sampled() -> None:
-    """As Nemotron, whose template writes a line break before the end of each turn."""
+    """Nemotron's template writes a line break before the end of each turn."""
     tokenizer = tokenizer_with(CHATML.replace("<|im_end|>", "\n<|im_end|>"))
     chat = Chat.of(tokenizer)
     sampled = tokenizer.encode("42<|im_end|>", add_special_tokens=False)
@@ -278,7 +278,7 @@ def test_calls_in_a_prompt_have_their_arguments_as_the_template_takes_them() -> 
 
 
 def test_the_template_says_whether_a_reply_begins_within_reasoning() -> None:
-    """As DeepSeek R1, which begins to think after a user and not after a result."""
+    """DeepSeek R1 begins to think after a user, and not after a result."""
     thinking = f"{CHATML}{{%- if messages[-1].role != 'tool' %}}<think>\n{{% endif %}}"
     chat = Chat.of(tokenizer_with(thinking))
     prompt, result = [SYSTEM, user("<think>?")], results("</think>")

@@ -645,7 +645,7 @@ class SamplingField:
 
     name: str
     """The field has this name in SamplingParams of the protos, in vLLM's and in OpenAI's form."""
-    kind: Literal["whole", "number", "flag", "text", "object", "texts", "ids"]
+    kind: Literal["whole", "number", "flag", "texts", "ids"]
     bounds: str = ""
     """The text of an error describes a value in range with these words."""
     is_within: Callable[[Any], bool] = lambda value: True
@@ -661,8 +661,6 @@ class SamplingField:
         """Return what would be right in place of a value; empty where the value is right."""
         kinds = _KINDS[self.kind]
         many = self.kind in ("texts", "ids")
-        if many and (isinstance(value, str | dict) or not isinstance(value, Iterable)):
-            return f"must be a list, is {value!r}"
         if not all(type(each) in kinds for each in (value if many else (value,))):
             what = "hold values" if many else "be"
             return f"must {what} of type {kinds[-1].__name__}, is {value!r}"
@@ -673,8 +671,6 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "whole": (int,),
     "number": (int, float),
     "flag": (bool,),
-    "text": (str,),
-    "object": (dict,),
     "texts": (str,),
     "ids": (int,),
 }

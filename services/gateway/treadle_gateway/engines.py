@@ -36,22 +36,14 @@ from treadle_runtime.http.sglang import (
 )
 
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import (
-    Bounds,
-    Ended,
-    Finish,
-    Order,
-    Refused,
-    Tokens,
-    read_body,
-    run_unless_gone,
-)
+from treadle_gateway.order import Bounds, Ended, Finish, Order, Refused, Tokens, run_unless_gone
 
 log = structlog.get_logger()
 
 # An engine answers a question late while it prefills; 600 s are longer than the prefill of any
 # context.
 LIMITS = Limits(connect_s=10.0, answer_s=600.0, silence_s=600.0)
+LOOK = Limits(connect_s=2.0, answer_s=2.0)  # whether an engine is there at all
 REMEMBERED_SESSIONS = 100_000
 AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
 REMEMBERED_ENDINGS = 10_000
@@ -128,7 +120,7 @@ class Engines:
     async def is_gone(self, url: str) -> bool:
         """Return whether nothing listens at an engine's URL any more."""
         try:
-            await EngineClient(url, self._session, LIMITS).health()
+            await EngineClient(url, self._session, LOOK).health()
         except EngineLost as error:
             return error.is_gone
         except EngineRefused:
@@ -228,10 +220,9 @@ class Proxy:
         # Requests, without their rids, while which an engine ended. One of them may be the cause.
         self._ended_engines: OrderedDict[bytes, None] = OrderedDict()
 
-    async def forward(self, request: Request, raw: bytes, session: str) -> Response:
+    async def forward(self, request: Request, body: dict[str, Any], session: str) -> Response:
         """Return the engine's answer. Raises Refused where no engine answers, where it would not
         survive the request, or where one ended during it; CallerGone."""
-        body = read_body(raw)
         rids = _rids(body)
         path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
         path += f"?{request.url.query}" if request.url.query else ""

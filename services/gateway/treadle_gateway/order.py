@@ -7,7 +7,7 @@ ended.
 import asyncio
 import json
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -48,8 +48,8 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Fields(BaseModel):
-    """What the fields of a form may hold; a form adds its own. `check` raises Refused for others.
-    Fields with no line here are SGLang's to check."""
+    """Base of the tables that say what the fields of a form may hold. A form adds its own fields;
+    SGLang checks those that no table has."""
 
     model_config = ConfigDict(strict=True)
 
@@ -175,12 +175,6 @@ def read_tokens(name: str, given: object) -> list[int]:
     raise Refused(f"{name}: must be a list of token ids from 0 to {HIGHEST_ID}, at least one")
 
 
-def sample_copy(sampling: Sampling, copy: int) -> Sampling:
-    """Return the sampling of one of several answers to a prompt, which one seed would make
-    equal."""
-    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + copy)
-
-
 def read_stops(given: Mapping[str, object]) -> dict[str, Any]:
     """Return Sampling's stop and stop_token_ids, which have these names in all forms. Raises
     Refused."""
@@ -203,8 +197,8 @@ class Refused(Exception):  # noqa: N818 - what happened to the request
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an engine survives. vocab_size: its token ids are below; 0: it does not say.
-    deterministic: it honours seeds, and dies of min_p together with them."""
+    """Limits within which an engine survives a request. vocab_size: its token ids are below; 0: it
+    does not say. deterministic: it honours seeds, and dies of min_p together with them."""
 
     vocab_size: int
     deterministic: bool
@@ -226,17 +220,17 @@ class Bounds:
         that would end the engine, or bring an answer that nobody means."""
         if denied := sorted(name for name in NOT_FORWARDED if body.get(name) not in (None, False)):
             raise Refused(f"{', '.join(denied)}: not for callers of the mesh; leave it out")
-        if body.get("text") == "" or "" in (body.get("text") or ()):
-            raise Refused("text: must have at least one token")
+        for name in ("text", "prompt"):
+            given = body.get(name)
+            if given == "" or (isinstance(given, list) and "" in given):
+                raise Refused(f"{name}: must have at least one token")
         for name in ("input_ids", "prompt"):
             for at, ids in _each_prompt(name, body.get(name)):
                 self.require_ids(at, ids)
         for name in ALTERNATIVES:
-            counts = body.get(name)
-            if max(counts if isinstance(counts, list) else [counts or 0]) > (
-                self.vocab_size or HIGHEST_ID
-            ):
-                raise Refused(f"{name}: must be {self.vocab_size} at most, is {counts!r}")
+            counts, most = body.get(name), self.vocab_size or HIGHEST_ID
+            if max(counts if isinstance(counts, list) else [counts or 0], default=0) > most:
+                raise Refused(f"{name}: must be {most} at most, is {counts!r}")
         given = body.get("sampling_params") or {}
         self._require_sampling(body, "")
         for sampling in given if isinstance(given, list) else [given]:

@@ -47,7 +47,7 @@ _MakeReply = Callable[[Sequence[Message]], Message]  # of the messages that foll
 
 @dataclass(frozen=True)
 class _Seam:
-    """What the template writes after a reply, where messages of certain roles follow.
+    """Text that the template writes after a reply, where messages of certain roles follow.
 
     reply: makes the reply with MARK in it. closing: text after MARK that the policy writes itself.
     text: after it, with known contents. ending: after the last message.
@@ -287,7 +287,7 @@ class Chat:
             first = error
         try:
             return self._render(_with_arguments(messages, _as_json), tools, begins)
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - as above
             kinds = ", ".join(map(_kind_of, messages))
             raise ValueError(
                 f"the chat template refuses these messages ({kinds}): {type(first).__name__}: "

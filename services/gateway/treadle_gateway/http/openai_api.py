@@ -51,7 +51,6 @@ from treadle_gateway.order import (
     read_tokens,
     require_room,
     run_unless_gone,
-    sample_copy,
     session_of,
 )
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
@@ -224,23 +223,21 @@ class OpenaiApi:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        raw = await request.body()
-        body = read_body(raw)
+        body = read_body(await request.body())
         ChatFields.check(body)
         session = session_of(request, body)
         if not carries(body, CHAT):
-            return await self._proxy.forward(request, raw, session)
+            return await self._proxy.forward(request, body, session)
         ask = await self._ask_chat(body, session)
         return await self._answer(request, ask, ChatForm(self._chat))
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        raw = await request.body()
-        body = read_body(raw)
+        body = read_body(await request.body())
         CompletionFields.check(body)
         session = session_of(request, body)
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
-            return await self._proxy.forward(request, raw, session)
+            return await self._proxy.forward(request, body, session)
         ask = self._ask(
             body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), None
         )
@@ -335,7 +332,7 @@ class OpenaiApi:
             Order(
                 ask.session,
                 prompt,
-                sample_copy(ask.sampling, copy),
+                ask.sampling.of_sample(copy),
                 f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
             )
             for at, prompt in enumerate(ask.prompts)

@@ -39,7 +39,6 @@ from treadle_gateway.order import (
     read_tokens,
     require_room,
     run_unless_gone,
-    sample_copy,
     session_of,
 )
 from treadle_gateway.text import TextModel, TextStream, answer_text, matched_end, require_model
@@ -205,7 +204,7 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
             rid = (
                 base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
             )
-            order = Order(session, prompt, sample_copy(read_sampling(sampling), copy), rid)
+            order = Order(session, prompt, read_sampling(sampling).of_sample(copy), rid)
             skip = sampling.get("skip_special_tokens", True)
             trim = not sampling.get("no_stop_trim")
             wishes.append(
@@ -240,12 +239,11 @@ class SglangApi:
 
     async def generate(self, request: Request) -> Response:
         """Answer POST /generate."""
-        raw = await request.body()
-        body = read_body(raw)
+        body = read_body(await request.body())
         session = session_of(request, body)
         check(body)
         if not carries(body):
-            return await self._proxy.forward(request, raw, session)
+            return await self._proxy.forward(request, body, session)
         wishes = read_wishes(body, session, self._model)
         for wish in wishes:
             require_room(len(wish.order.prompt), self._mesh.context_tokens)

@@ -42,7 +42,6 @@ from treadle_gateway.order import (
     read_tokens,
     require_room,
     run_unless_gone,
-    sample_copy,
     session_of,
 )
 
@@ -128,7 +127,7 @@ class VllmApi:
         sampling, more = read_sampling(given, require_room(len(prompt), self._link.context_tokens))
         session, rid = session_of(request, body), str(body.get("request_id") or uuid.uuid4().hex)
         orders = [
-            Order(session, prompt, sample_copy(sampling, at), f"{rid}-{at}" if at else rid)
+            Order(session, prompt, sampling.of_sample(at), f"{rid}-{at}" if at else rid)
             for at in range(copies)
         ]
         logprobs = given.get("logprobs") is not None
