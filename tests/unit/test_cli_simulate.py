@@ -270,7 +270,10 @@ def test_ctrl_c_ends_the_workers_and_leaves_no_folder(tmp_path: Path) -> None:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate()
+        try:
+            _, said = process.communicate()
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert "Traceback" not in said
     while any(

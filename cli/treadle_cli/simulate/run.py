@@ -181,6 +181,11 @@ async def run_jobs(jobs: Sequence[Job], keep: Callable[[Job, Run], None]) -> Non
                     future.cancel()
                 for child in set(multiprocessing.active_children()) - others:
                     child.terminate()
+                # A job or a result of which a part is in a pipe never comes whole now. Python's
+                # pool waits for it up to 3.11.4 (cpython issue 94777), unless nobody is at the
+                # pipe's other end.
+                pool._call_queue._reader.close()  # type: ignore[attr-defined]
+                pool._result_queue._writer.close()  # type: ignore[attr-defined]
 
 
 def _run_job(job: Job) -> Run:
