@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from support.fake_chat import render, teach_chat, text_of, tokens_of, write_tokenizer
 from support.fake_sglang import END_TOKEN, expected
 from support.gateway import FrontDoor, front_door
 from treadle_cli.certs import make_certificates
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 MODEL = "fake/model"
 USER = {"role": "user", "content": "What is 6 * 7?"}
@@ -18,14 +21,23 @@ TOOL = {
     "type": "function",
     "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}},
 }
-CALLING = '(I multiply) Well: call multiply {"a": 6, "b": 7};'
+CALLING = '<think>I multiply</think> Well: call multiply {"a": 6, "b": 7};'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FrontDoor]:
+    folder = tmp_path_factory.mktemp("door")
+    model = write_tokenizer(folder / "model")
+    async with front_door(folder, teach=teach_chat, tokenizer=str(model)) as door:
+        yield door
 
 
 @pytest.fixture
-async def door(tmp_path: Path) -> AsyncIterator[FrontDoor]:
-    folder = write_tokenizer(tmp_path / "model")
-    async with front_door(tmp_path, teach=teach_chat, tokenizer=str(folder)) as door:
-        yield door
+def door(shared_door: FrontDoor) -> FrontDoor:
+    """One whose engines sample what they do by themselves."""
+    for engine in shared_door.engines.values():
+        engine.script = []
+    return shared_door
 
 
 def say(door: FrontDoor, text: str) -> list[int]:
@@ -110,6 +122,136 @@ async def test_a_chat_has_reasoning_and_tool_calls_in_their_fields_also_as_a_str
     ] == [call["function"]]
     assert [token for each in deltas for token in each.get("token_ids", ())] == sampled
     assert deltas[-1]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": [TOOL]}, {"stream_reasoning": False}])
+@pytest.mark.parametrize(
+    ("text", "kwargs", "reasoning"),
+    [
+        (CALLING, {}, "I multiply"),
+        ("I multiply, since six and seven are numbers</think> Well: 42", {}, ""),
+        (
+            "I multiply, since six and seven are numbers</think> Well: 42",
+            {"enable_thinking": True},
+            "I multiply, since six and seven are numbers",
+        ),
+        ("<think>I multiply for ever and ever, without an end", {}, "I multiply for ever"),
+    ],
+)
+async def test_a_streamed_chat_says_what_a_whole_one_says(
+    door: FrontDoor, text: str, kwargs: dict[str, Any], reasoning: str, more: dict[str, Any]
+) -> None:
+    """Reasoning begins in the answer or in the prompt, and may have no end."""
+    say(door, text)
+    body = chat([USER], chat_template_kwargs=kwargs, logprobs=True, **more)
+    whole = (await door.post("/v1/chat/completions", body))["choices"][0]
+    assert (whole["message"]["reasoning_content"] or "").startswith(reasoning)
+    assert bool(whole["message"]["reasoning_content"]) == bool(reasoning)
+    assert_same(whole, await stream(door, "/v1/chat/completions", body))
+    as_it_is = body | {"separate_reasoning": False, "tools": None}
+    whole = (await door.post("/v1/chat/completions", as_it_is))["choices"][0]
+    assert whole["message"]["content"] == text and not whole["message"]["reasoning_content"]
+    assert_same(whole, await stream(door, "/v1/chat/completions", as_it_is))
+
+
+def assert_same(whole: dict[str, Any], events: list[dict[str, Any]], at: int = 0) -> None:
+    """A streamed choice of a chat has what a whole one has."""
+    choices = [each for event in events for each in event["choices"] if each["index"] == at]
+    message, deltas = whole["message"], [each["delta"] for each in choices]
+    for name in ("content", "reasoning_content"):
+        assert "".join(delta.get(name) or "" for delta in deltas) == (message[name] or ""), name
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert [call["function"] for call in calls] == [
+        call["function"] for call in message["tool_calls"] or ()
+    ]
+    logprobs = [each for one in choices for each in (one.get("logprobs") or {}).get("content", ())]
+    assert logprobs == whole["logprobs"]["content"]
+    assert [token for each in choices for token in each.get("token_ids", ())] == whole["token_ids"]
+    assert choices[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert choices[-1]["finish_reason"] == whole["finish_reason"]
+
+
+async def test_reasoning_is_streamed_while_it_comes(door: FrontDoor) -> None:
+    """Also beside tools, whose calls are known at the end."""
+    say(door, f"<think>{'I multiply. ' * 60}</think> Well")
+    events = await stream(door, "/v1/chat/completions", chat([USER], tools=[TOOL], max_tokens=900))
+    assert sum("reasoning_content" in event["choices"][0]["delta"] for event in events) > 3
+
+
+async def test_each_copy_of_a_stream_is_that_of_the_whole_answer(door: FrontDoor) -> None:
+    say(door, CALLING)
+    body = chat([USER], n=3, tools=[TOOL], logprobs=True)
+    body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    whole = await door.post("/v1/chat/completions", body)
+    events = await stream(door, "/v1/chat/completions", body)
+    for at, choice in enumerate(whole["choices"]):
+        assert choice["index"] == at and choice["finish_reason"] == "tool_calls"
+        assert_same(choice, events, at)
+    usages = [event["usage"] for event in events if "usage" in event]
+    assert usages[-1]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert usages[-1]["prompt_tokens"] == usages[0]["prompt_tokens"]
+    prompts = {"model": MODEL, "prompt": ["ab", "cd"], "n": 2, "max_tokens": 5}
+    texts = [each["text"] for each in (await door.post("/v1/completions", prompts))["choices"]]
+    pieces = ["", "", "", ""]
+    for event in await stream(door, "/v1/completions", prompts):
+        [choice] = event["choices"]
+        pieces[choice["index"]] += choice["text"]
+    assert pieces == texts
+
+
+async def test_a_response_streams_the_items_of_the_whole_one(door: FrontDoor) -> None:
+    say(door, CALLING)
+    function = {"type": "function", "name": "multiply", "parameters": {"type": "object"}}
+    for tools in ([], [function]):
+        body = {"model": MODEL, "input": [USER], "tools": tools}
+        whole = (await door.post("/v1/responses", body))["output"]
+        events = await stream(door, "/v1/responses", body)
+        streamed = events[-1]["response"]["output"]
+        done = [each for each in events if each["type"] == "response.output_item.done"]
+        assert [each["item"] for each in done] == streamed
+        assert [each["output_index"] for each in done] == list(range(len(streamed)))
+        for item in (*whole, *streamed):
+            del item["id"]
+            item.pop("call_id", None)
+        assert streamed == whole
+        deltas = [each["delta"] for each in events if each["type"] == "response.output_text.delta"]
+        assert "".join(deltas) == whole[1]["content"][0]["text"]
+
+
+async def test_an_answer_that_was_cut_short_says_so_though_it_calls_a_tool(door: FrontDoor) -> None:
+    say(door, f"{CALLING} And then")
+    limit = len(tokens_of(CALLING)) + 2
+    body = chat([USER], tools=[TOOL], max_tokens=limit, logprobs=True)
+    [whole] = (await door.post("/v1/chat/completions", body))["choices"]
+    assert whole["message"]["tool_calls"] and whole["finish_reason"] == "length"
+    assert_same(whole, await stream(door, "/v1/chat/completions", body))
+
+
+async def test_logprobs_name_tokens_by_their_text_or_where_asked_by_their_id(
+    door: FrontDoor,
+) -> None:
+    say(door, "Hi")
+    body = chat([USER], logprobs=True)
+    [choice] = (await door.post("/v1/chat/completions", body))["choices"]
+    assert [(each["token"], each["bytes"]) for each in choice["logprobs"]["content"]][:2] == [
+        ("H", [72]),
+        ("i", [105]),
+    ]
+    by_id = body | {"return_tokens_as_token_ids": True}
+    [choice] = (await door.post("/v1/chat/completions", by_id))["choices"]
+    names = [each["token"] for each in choice["logprobs"]["content"]]
+    assert names == ["token_id:72", "token_id:105", f"token_id:{END_TOKEN}"]
+
+
+async def test_a_text_that_keeps_its_stop_string_ends_with_it(door: FrontDoor) -> None:
+    """Also where the last token has more text."""
+    say(door, "one <500>two")
+    body = {"model": MODEL, "prompt": "Count", "max_tokens": 30, "stop": ["<5"]}
+    body["no_stop_trim"] = True
+    [whole] = (await door.post("/v1/completions", body))["choices"]
+    assert (whole["text"], whole["matched_stop"]) == ("one <5", "<5")
+    pieces = [event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)]
+    assert "".join(pieces) == "one <5"
 
 
 async def test_a_stream_has_the_text_tokens_and_usage_of_the_whole_answer(door: FrontDoor) -> None:

@@ -105,7 +105,7 @@ async def test_a_stream_never_sends_a_part_of_a_stop_string(door: FrontDoor) -> 
 
 
 async def test_a_stream_with_tools_has_the_reasoning_of_the_whole_answer(door: FrontDoor) -> None:
-    script(door, tokens_of('(I multiply) Well: call multiply {"a": 6};'))
+    script(door, tokens_of('<think>I multiply</think> Well: call multiply {"a": 6};'))
     tool = {
         "type": "function",
         "function": {"name": "multiply", "parameters": {"type": "object", "properties": {}}},
@@ -284,6 +284,46 @@ async def test_each_copy_of_a_seeded_request_has_a_seed_of_its_own(door: FrontDo
         params = [each["sampling_params"] for each in sent if "input_ids" in each]
         seeds = [each["sampling_seed"] for each in params if each.get("sampling_seed") is not None]
         assert sorted(seeds) == [7, 8, 9], path
+
+
+@pytest.mark.parametrize("defaults", ["model", "openai"])
+async def test_a_chat_is_sampled_as_the_engine_would_sample_it(
+    tmp_path: Path, defaults: str
+) -> None:
+    """The model's files name values, one of which the mesh does not carry. Result: chats take them,
+    and are forwarded, unless SGLang ignores them; other forms never take them."""
+    folder = write_tokenizer(tmp_path / "model")
+    named = {"top_k": 7, "temperature": 0.3, "repetition_penalty": 1.1, "top_p": None}
+    (folder / "generation_config.json").write_text(json.dumps(named))
+
+    def teach(engine: FakeSglang) -> None:
+        teach_chat(engine).arguments["sampling_defaults"] = defaults
+
+    messages = [{"role": "user", "content": "a"}]
+    body = {"model": MODEL, "messages": messages, "max_tokens": 5, "temperature": 0.5}
+    async with front_door(tmp_path, teach=teach, tokenizer=str(folder)) as door:
+
+        async def sampled(path: str, body: dict[str, Any]) -> dict[str, Any]:
+            for engine in door.engines.values():
+                engine.requests.clear()
+            await door.post(path, body)
+            sent = [each for engine in door.engines.values() for each in engine.requests]
+            return {
+                name: value
+                for name, value in sent[-1]["sampling_params"].items()
+                if name in ("temperature", "top_k", "top_p")
+            }
+
+        fills = defaults == "model"
+        answer = await door.post("/v1/chat/completions", body)
+        assert ("forwarded" in answer) == fills
+        asked = {"temperature": 0.5} | ({"top_k": 7} if fills else {})
+        neutral = body | {"repetition_penalty": 1.0}
+        assert await sampled("/v1/chat/completions", neutral) == asked
+        completion = {"model": MODEL, "prompt": "a", "max_tokens": 5}
+        assert await sampled("/v1/completions", completion) == {}
+        answer = await door.post("/v1/responses", {"input": "a"}, 400 if fills else 200)
+        assert not fills or "repetition_penalty" in answer["error"]["message"]
 
 
 async def test_a_token_that_only_the_tokenizer_names_as_its_end_ends_an_answer(

@@ -2,7 +2,8 @@
 
 A token is a printable character, or `<id>`; a template that strips each text, so that a
 conversation does not round-trip, as those of real models do not; a tool call is `call NAME
-ARGUMENTS;`, and reasoning stands between `(` and `)`.
+ARGUMENTS;`, and reasoning stands between `<think>` and `</think>`, of which the template writes the
+first where a chat has `enable_thinking`.
 """
 
 import json
@@ -15,7 +16,7 @@ from support.fake_sglang import END_TOKEN, VOCAB, FakeSglang
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 CALL = re.compile(r"call (\w+) (\{.*?\});")
-REASONING = re.compile(r"\((.*?)\)")
+REASONING = re.compile(r"<think>(.*?)(?:</think>|$)", re.DOTALL)
 
 
 def word(token: int) -> str:
@@ -76,6 +77,7 @@ def teach_chat(engine: FakeSglang) -> FakeSglang:
         web.post("/tokenize", _tokenize),
         web.post("/parse_function_call", _parse_calls),
         web.post("/separate_reasoning", _separate),
+        web.post("/v1/chat/completions", _answer_chat),
     ]
     return engine
 
@@ -100,3 +102,14 @@ async def _separate(request: web.Request) -> web.Response:
     return web.json_response(
         {"reasoning_text": found[1] if found else "", "text": REASONING.sub("", text).strip()}
     )
+
+
+async def _answer_chat(request: web.Request) -> web.Response:
+    """A chat that has a biased token is answered with it; what another one asks for, is repeated."""
+    body = await request.json()
+    if not body.get("logit_bias"):
+        return web.json_response({"forwarded": body})
+    [token] = body["logit_bias"]
+    thinks = (body.get("chat_template_kwargs") or {}).get("enable_thinking")
+    name = "reasoning_content" if thinks else "content"
+    return web.json_response({"choices": [{"message": {name: word(int(token))}}]})

@@ -389,6 +389,15 @@ class EngineClient:
             ),
         )
 
+    async def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message with which the engine answers a short chat."""
+        return await self.ask(
+            "POST",
+            "/v1/chat/completions",
+            body,
+            read=lambda answer: _as_object(answer["choices"][0]["message"]),
+        )
+
     @asynccontextmanager
     async def forward(
         self, method: str, path: str, raw: bytes

@@ -9,7 +9,7 @@ reads any more ends its step. Only one thing ends a call without its end: no eng
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -260,3 +260,41 @@ async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], call: 
     step = trajectory.steps[-1]
     finish: Finish = "abort" if step.finish_reason == "aborted" else step.finish_reason
     put(Ended(finish, trajectory.trajectory_id, step.cached_tokens))
+
+
+async def merge(
+    streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
+) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
+    """Yield what several generators yield, as it comes, with the place of each. Raises what one of
+    them raises."""
+    queue: asyncio.Queue[tuple[int, Tokens | Ended] | asyncio.Task[None]] = asyncio.Queue()
+
+    async def read(at: int, stream: AsyncGenerator[Tokens | Ended, None]) -> None:
+        async with aclosing(stream) as events:
+            async for event in events:
+                queue.put_nowait((at, event))
+
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for event in only:
+                yield 0, event
+        return
+    tasks = [
+        asyncio.get_running_loop().create_task(read(at, stream))
+        for at, stream in enumerate(streams)
+    ]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
+    left = len(tasks)
+    try:
+        while left:
+            came = await queue.get()
+            if isinstance(came, asyncio.Task):
+                await came
+                left -= 1
+            else:
+                yield came
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -162,6 +162,14 @@ class Output:
         elif start < end:
             self.spans.append(VersionSpan(event.weight_version, start, end))
 
+    def versions(self) -> dict[str, Any]:
+        """Return the weight versions that sampled the tokens, in SGLang's form."""
+        each = [
+            {"version": span.weight_version, "start": span.start_token, "end": span.end_token}
+            for span in self.spans
+        ]
+        return {"weight_version": each[-1]["version"] if each else "", "weight_versions": each}
+
 
 def read_tokens(name: str, given: object) -> list[int]:
     """Return the value of a field that holds token ids. Raises Refused."""

@@ -5,15 +5,19 @@ sampled: `extend` returns, for a conversation that continues, the ids that are k
 tokens of the text that follows them.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 from treadle import Sampling
 from treadle_runtime.http.sglang import end_token_ids
 
 from treadle_gateway.order import Output, Refused
 
+# Values of sampling that a chat takes from the model's generation_config.json, as in SGLang.
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 TAIL_TOKENS = 64  # enough for the text of a stop string
 
 
@@ -28,6 +32,9 @@ class TextModel:
             )
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         self.end_token_ids = end_token_ids(folder)
+        self.chat_defaults = chat_defaults(folder)
+        by_bytes = isinstance(self._tokenizer.decoder, ByteLevel)
+        self._byte_of = _byte_letters() if by_bytes else {}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the token ids of a text. special: add the tokens with which the model begins a
@@ -37,6 +44,17 @@ class TextModel:
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def name(self, token_id: int, *, by_id: bool = False) -> str:
+        """Return how logprobs name a token: by its text, or by its id."""
+        return f"token_id:{token_id}" if by_id else self.decode([token_id], skip_special=False)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character."""
+        token = self._tokenizer.id_to_token(token_id) or ""
+        if self._byte_of and all(letter in self._byte_of for letter in token):
+            return bytes(self._byte_of[letter] for letter in token)
+        return self.decode([token_id], skip_special=False).encode()
 
     def extend(self, known: Sequence[int], rendered: Sequence[int]) -> list[int] | None:
         """Return the token ids of a rendered conversation that begins with `known`, with those kept
@@ -48,9 +66,26 @@ class TextModel:
         return [*known, *self.encode(whole[len(before) :], special=False)]
 
 
+def _byte_letters() -> Mapping[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for: a printable one
+    stands for itself, the others for letters from 256 on (GPT-2)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }
+
+
+def chat_defaults(folder: Path) -> Mapping[str, float]:
+    """Return the sampling values that the files of a model name."""
+    file = folder / "generation_config.json"
+    named = json.loads(file.read_text()) if file.is_file() else {}
+    return {name: named[name] for name in DEFAULTS if named.get(name) is not None}
+
+
 class TextStream:
     """The text of an answer while its tokens come. trim: leave out what will end it, a token or a
-    stop string."""
+    stop string; else it ends with that."""
 
     def __init__(
         self, model: TextModel, sampling: Sampling, *, skip_special: bool, trim: bool
@@ -62,7 +97,7 @@ class TextStream:
             if trims_tokens
             else frozenset[int]()
         )
-        self._stops = sampling.stop if trim else ()
+        self._stops, self._trim = sampling.stop, trim
         self._ids: list[int] = []
         self._known = 0  # ids whose text was read, and stands before that of the others
         self._held = ""  # text in which a stop string may begin
@@ -74,9 +109,11 @@ class TextStream:
         if self._stopped:
             return ""
         self._held += self._read(token for token in token_ids if token not in self._ends)
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        self._stopped = bool(found)
-        end = min(found, default=len(self._held) - max(map(len, self._stops), default=1) + 1)
+        at, stop = first_stop(self._held, self._stops)
+        self._stopped = bool(stop)
+        end = len(self._held) - max(map(len, self._stops), default=1) + 1
+        if stop:
+            end = at if self._trim else at + len(stop)
         text, self._held = self._held[: max(end, 0)], self._held[max(end, 0) :]
         return text
 
@@ -102,6 +139,12 @@ def matched_end(
     return next((each for each in stop if each in text), None)
 
 
+def first_stop(text: str, stops: Iterable[str]) -> tuple[int, str]:
+    """Return the first stop string in a text, and its place; empty where there is none."""
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found, default=(-1, ""))
+
+
 def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampling) -> bool:
     """Return whether tokens end as an answer does: by a token that ends it, or with a stop string
     in the last of its text."""
@@ -121,13 +164,13 @@ def is_whole(model: TextModel | None, token_ids: Sequence[int], sampling: Sampli
 def answer_text(
     model: TextModel, output: Output, matched: int | str | None, *, skip_special: bool, trim: bool
 ) -> str:
-    """Return the text of an answer. trim: without what ended it."""
+    """Return the text of an answer, up to what ended it. trim: without that."""
     ids = output.token_ids
     if trim and isinstance(matched, int) and ids and ids[-1] == matched:
         ids = ids[:-1]
     text = model.decode(ids, skip_special=skip_special)
-    if trim and isinstance(matched, str) and matched in text:
-        return text[: text.index(matched)]
+    if isinstance(matched, str) and matched in text:
+        return text[: text.index(matched) + (0 if trim else len(matched))]
     return text
 
 

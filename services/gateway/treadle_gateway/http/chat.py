@@ -11,15 +11,16 @@ instructions, tools that are functions, reasoning that the caller returns. Tools
 itself, files and images are refused, with the name of the field.
 """
 
+import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from treadle_gateway.engines import Engines
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import Refused
-from treadle_gateway.text import TextModel
+from treadle_gateway.text import TextModel, require_model
 
 # Fields of a chat request that its template reads.
 RENDERED = (
@@ -73,30 +74,80 @@ READ = {
     "reasoning",
     *SAME,
 }
+# Fields of a chat on which it depends whether its answer begins within its reasoning.
+THINKING = ("chat_template_kwargs", "reasoning_effort")
+# Marks with which reasoning begins, in SGLang's parsers.
+STARTS = ("<think>", "[THINK]", "<mm:think>", "\u25c1think\u25b7", "<|START_THINKING|>")
+# SGLang's reasoning parsers that read special tokens.
+KEEPS_SPECIAL = frozenset({"apertus2509", "gemma4", "gpt-oss", "inkling", "kimi_k3", "muse"})
+HELD_CHARACTERS = 32  # at least as long as a mark that separates reasoning
+REMEMBERED_ASKS = 100
 TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 ROLES = {"developer": "system"}  # templates have no role of a developer
 
 
 @dataclass(frozen=True)
 class Message:
-    """Message of an assistant. tool_calls: in OpenAI's form."""
+    """Message of an assistant, or a part of one. tool_calls: in OpenAI's form."""
 
-    content: str
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The way in which texts of one chat become messages."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Functions that the answer may call."""
+    tool_parser: str = ""
+    reasoning_parser: str = ""
+    start: str = ""
+    """This text goes before an answer that begins within its reasoning, which the parser would not
+    know otherwise."""
+    only_after: str = ""
+    """An answer without this text has no reasoning, though the parser would take all of it as
+    one."""
+    streams_reasoning: bool = True
+    """A stream has reasoning as it comes; else once it is complete."""
+    keeps_special: bool = False
+    """The parsers read special tokens."""
+
+    @property
+    def parses(self) -> bool:
+        """Return whether a text is more than content."""
+        return bool(self.tool_parser or self.reasoning_parser)
+
+
+@dataclass(frozen=True)
+class _Parsers:
+    """What the engines do with chats."""
+
+    tool: str
+    """SGLang's name of the parser of tool calls; empty where there is none."""
     reasoning: str
-    tool_calls: list[dict[str, Any]]
+    """SGLang's name of the reasoning parser; empty where there is none."""
+    start: str
+    """Reasoning begins with this text, where it is known."""
+    assumes: bool
+    """The reasoning parser takes a text without a start as reasoning."""
+    fills: bool
+    """A chat gets sampling values from the model's files."""
 
 
 class Chat:
-    """Renders conversations and parses answers with the engines. `parsers`: SGLang's names of the
+    """Renders conversations and parses answers with the engines. `names`: SGLang's names of the
     tool-call and the reasoning parser; empty: what the engines were started with. retokenised:
     turns of a session whose text did not continue from the tokens that were sampled."""
 
     def __init__(
-        self, engines: Engines, mesh: MeshLink, model: TextModel | None, parsers: tuple[str, str]
+        self, engines: Engines, mesh: MeshLink, model: TextModel | None, names: tuple[str, str]
     ) -> None:
-        self._engines, self._mesh, self._model, self._parsers = engines, mesh, model, parsers
+        self._engines, self._mesh, self._model, self._names = engines, mesh, model, names
         self.retokenised = 0
-        self._found: tuple[str, str] | None = None
+        self._parsers: _Parsers | None = None
+        self._thinks: dict[str, bool] = {}  # whether an answer begins within its reasoning
 
     async def render(
         self, session: str, body: Mapping[str, Any], known: Sequence[int] = ()
@@ -118,39 +169,109 @@ class Chat:
         self.retokenised += bool(beginnings)
         return rendered
 
-    async def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None) -> Message:
-        """Find reasoning and tool calls in an answer. Raises Refused."""
-        tool_parser, reasoning_parser = await self._names()
+    async def fill(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a chat with the sampling values that the model's files name, where it names none,
+        as SGLang fills it unless it was started with --sampling-defaults openai. Raises Refused."""
+        defaults = self._model.chat_defaults if self._model is not None else {}
+        lacking = {name: defaults[name] for name in defaults if body.get(name) is None}
+        if not lacking or not (self._parsers or await self._find_parsers()).fills:
+            return body
+        return body | lacking
+
+    async def reading(self, body: Mapping[str, Any]) -> Reading:
+        """Return how the answers of a chat become messages, as SGLang's own chat does it. Raises
+        Refused."""
+        parsers = self._parsers or await self._find_parsers()
+        effort = body.get("reasoning_effort")
+        keeps = parsers.reasoning in KEEPS_SPECIAL
+        keeps = keeps or (parsers.reasoning == "mistral" and effort not in (None, "none"))
+        tools = body.get("tools") if body.get("tool_choice") != "none" else ()
+        reading = Reading(
+            tools=tools or (),
+            tool_parser=parsers.tool if tools else "",
+            keeps_special=keeps or bool(tools),
+        )
+        if not parsers.reasoning or body.get("separate_reasoning") is False:
+            return reading
+        thinks = await self._begins_within(body)
+        return replace(
+            reading,
+            reasoning_parser=parsers.reasoning,
+            start=parsers.start if thinks and not parsers.assumes else "",
+            only_after=parsers.start if parsers.assumes and not thinks else "",
+            streams_reasoning=body.get("stream_reasoning") is not False,
+        )
+
+    async def parse(self, text: str, reading: Reading) -> Message:
+        """Return the message that a whole text is. Raises Refused."""
         reasoning, found = "", list[tuple[str, str]]()
-        if reasoning_parser:
-            reasoning, text = await self._engines.ask_any(
-                lambda engine: engine.separate_reasoning(text, reasoning_parser)
-            )
-        if tools and tool_parser:
+        if reading.reasoning_parser and reading.only_after in text:
+            reasoning, text = await self._separate(reading.start + text, reading.reasoning_parser)
+        if reading.tool_parser:
             text, found = await self._engines.ask_any(
-                lambda engine: engine.parse_calls(text, tools, tool_parser)
+                lambda engine: engine.parse_calls(text, reading.tools, reading.tool_parser)
             )
         calls = [
             {
+                "index": at,
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for name, arguments in found
+            for at, (name, arguments) in enumerate(found)
         ]
         return Message(text, reasoning, calls)
 
-    async def _names(self) -> tuple[str, str]:
-        if self._found is None:
-            server: Mapping[str, Any] = {}
-            if not all(self._parsers):
-                server = await self._engines.ask_any(lambda engine: engine.server_info())
-            tool, reasoning = self._parsers
-            self._found = (
-                tool or server.get("tool_call_parser") or "",
-                reasoning or server.get("reasoning_parser") or "",
-            )
-        return self._found
+    async def parse_beginning(self, text: str, reading: Reading) -> Message:
+        """Return what is certain of a message whose text goes on. Calls of tools, and the content
+        beside them, are certain at the end. Raises Refused."""
+        if not reading.reasoning_parser:
+            return Message()
+        whole = await self.parse(text, replace(reading, tool_parser=""))
+        # The last characters may be the beginning of a mark.
+        reasoning = whole.reasoning if whole.content.strip() else whole.reasoning[:-HELD_CHARACTERS]
+        if not (reading.streams_reasoning or whole.content.strip()):
+            reasoning = ""
+        return Message("" if reading.tool_parser else whole.content[:-HELD_CHARACTERS], reasoning)
+
+    async def _separate(self, text: str, parser: str) -> tuple[str, str]:
+        return await self._engines.ask_any(lambda engine: engine.separate_reasoning(text, parser))
+
+    async def _begins_within(self, body: Mapping[str, Any]) -> bool:
+        """Return whether SGLang takes an answer as reasoning before it has a start of it, which
+        depends on the template and on fields of the request. No endpoint says it, so an engine
+        answers with one given token."""
+        asked = {name: body[name] for name in THINKING if body.get(name) is not None}
+        messages = [{"role": "user", "content": "a"}]
+        if body.get("continue_final_message"):
+            messages.append(body["messages"][-1])
+            asked["continue_final_message"] = True
+        asked["messages"] = messages
+        key = json.dumps(asked, sort_keys=True)
+        if key not in self._thinks:
+            token = str(require_model(self._model).encode("a", special=False)[0])
+            asked |= {"max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
+            said = await self._engines.ask_any(lambda engine: engine.chat(asked))
+            if len(self._thinks) >= REMEMBERED_ASKS:
+                self._thinks.clear()
+            self._thinks[key] = bool(said.get("reasoning_content"))
+        return self._thinks[key]
+
+    async def _find_parsers(self) -> _Parsers:
+        server = await self._engines.ask_any(lambda engine: engine.server_info())
+        tool, reasoning = self._names
+        tool = tool or server.get("tool_call_parser") or ""
+        reasoning = reasoning or server.get("reasoning_parser") or ""
+        start, assumes = "", False
+        if reasoning:
+            assumes = (await self._separate("a", reasoning))[0] == "a"
+            for each in STARTS:
+                if (await self._separate(f"{each}a", reasoning))[0] == "a":
+                    start = each
+                    break
+        fills = server.get("sampling_defaults", "model") == "model"
+        self._parsers = _Parsers(tool, reasoning, start, assumes, fills)
+        return self._parsers
 
 
 def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:

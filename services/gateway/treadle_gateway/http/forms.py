@@ -8,69 +8,92 @@ request.
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from treadle import Sampling
 
-from treadle_gateway.http.chat import Chat, Message
+from treadle_gateway.http.chat import Message, Reading
 from treadle_gateway.order import Order, Output, Refused
+from treadle_gateway.text import TextModel
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Contents of a request. prompts: token ids of each. copies: answers to each prompt. logprobs:
-    whether answers have them. ids: whether they have token ids. tools: of a chat, which its answer
-    may call."""
+    """Contents of a request."""
 
     model: str
     session: str
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     copies: int
+    """Each prompt gets so many answers."""
     sampling: Sampling
     logprobs: bool
+    """Answers have logprobs."""
+    named_by_ids: bool
+    """Logprobs name tokens by their ids and not by their texts."""
     ids: bool
+    """Answers have token ids."""
     skip_special: bool
     trim: bool
+    """Texts end before what ended them."""
     stream: bool
     usage: bool
-    tools: list[dict[str, Any]] | None
+    """A stream ends with OpenAI's `usage`."""
+    usage_so_far: bool
+    """Each event of a stream has the usage up to it."""
+    reading: Reading
+    """Texts become messages in this way."""
     rid: str
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One whole answer. matched: what has ended it, a token id or a stop string."""
+    """One answer, whole or as far as it came. matched: what has ended it, a token id or a stop
+    string."""
 
     order: Order
     output: Output
-    text: str
+    message: Message
     matched: int | str | None
 
 
 class Form(Protocol):
-    """A form of OpenAI's API."""
+    """A form of OpenAI's API. `at` is the place of an answer among those of its request."""
 
     def begin(self, ask: Ask) -> Iterator[bytes]:
         """Yield the events before the first token."""
 
-    def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
-        """Return the event with new text, and the tokens from `since` on."""
+    def delta(self, ask: Ask, at: int, answer: Answer, new: Message, since: int) -> Iterator[bytes]:
+        """Yield the events with new text, and the tokens from `since` on."""
 
-    def end(self, ask: Ask, answer: Answer, sent: int, since: int) -> AsyncGenerator[bytes, None]:
-        """Yield the events after the last token. sent: how many characters, since: how many tokens,
-        were sent before."""
+    def end(self, ask: Ask, at: int, answer: Answer) -> Iterator[bytes]:
+        """Yield the events after the last text of an answer."""
 
-    async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+    def last(self, ask: Ask, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """Yield the events after the last answer."""
+
+    def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the JSON of all answers."""
 
 
 class _CompletionsForm:
     """Base of chat completions and completions. kind: OpenAI's name of the object; prefix: of its
-    id."""
+    id. model: names tokens."""
 
     kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, model: TextModel) -> None:
+        self._model = model
+
+    def last(self, ask: Ask, answers: Sequence[Answer]) -> Iterator[bytes]:
+        """Yield the usage and the end of a stream."""
+        if ask.usage:
+            usage = count_tokens(ask, answers)
+            yield _data(self._head(ask, self.chunk_kind) | {"choices": [], "usage": usage})
+        yield DONE
 
     def _head(self, ask: Ask, kind: str) -> dict[str, Any]:
         return {
@@ -80,24 +103,21 @@ class _CompletionsForm:
             "model": ask.model,
         }
 
-    def _event(self, ask: Ask, choice: Mapping[str, Any]) -> bytes:
-        return _data(self._head(ask, self.chunk_kind) | {"choices": [choice]})
-
-    def _last(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        if ask.usage:
-            usage = count_tokens(ask, [answer])
-            yield _data(self._head(ask, self.chunk_kind) | {"choices": [], "usage": usage})
-        yield DONE
+    def _event(self, ask: Ask, choice: Mapping[str, Any], answer: Answer | None = None) -> bytes:
+        event = self._head(ask, self.chunk_kind) | {"choices": [choice]}
+        if ask.usage_so_far and answer is not None:
+            prompt, written = len(answer.order.prompt), len(answer.output.token_ids)
+            event["usage"] = _usage(prompt, written, _cached(answer))
+        return _data(event)
 
     def _whole(
         self, ask: Ask, answers: Sequence[Answer], choices: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        versions = [span.weight_version for answer in answers for span in answer.output.spans]
         whole = self._head(ask, self.kind) | {
             "choices": choices,
             "usage": count_tokens(ask, answers),
         }
-        whole["metadata"] = {"weight_version": versions[-1] if versions else ""}
+        whole["metadata"] = answers[0].output.versions()
         if ask.ids:
             whole["prompt_token_ids"] = answers[0].order.prompt
         return whole
@@ -108,63 +128,61 @@ class ChatForm(_CompletionsForm):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, chat: Chat) -> None:
-        self._chat = chat
-
     def begin(self, ask: Ask) -> Iterator[bytes]:
-        yield self._event(ask, _choice({"delta": {"role": "assistant", "content": ""}}, None))
+        for at in range(len(ask.prompts) * ask.copies):
+            found: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+            if ask.ids:
+                found["prompt_token_ids"] = ask.prompts[0]
+            yield self._event(ask, _choice(found, None, at))
 
-    def delta(self, ask: Ask, output: Output, text: str, since: int, reasoning: str = "") -> bytes:
-        found: dict[str, Any] = {
-            "delta": {"content": text} | ({"reasoning_content": reasoning} if reasoning else {})
+    def delta(self, ask: Ask, at: int, answer: Answer, new: Message, since: int) -> Iterator[bytes]:
+        said = {"reasoning_content": new.reasoning, "content": new.content}
+        deltas = [{name: text} for name, text in said.items() if text] or [{"content": ""}]
+        for part, delta in enumerate(deltas):
+            found: dict[str, Any] = {"delta": delta}
+            if ask.logprobs and not part:
+                found["logprobs"] = self._logprobs(ask, answer.output, since)
+            if ask.ids and not part:
+                found["token_ids"] = answer.output.token_ids[since:]
+            yield self._event(ask, _choice(found, None, at), answer)
+
+    def end(self, ask: Ask, at: int, answer: Answer) -> Iterator[bytes]:
+        if calls := answer.message.tool_calls:
+            yield self._event(ask, _choice({"delta": {"tool_calls": calls}}, None, at), answer)
+        finish, matched = _ending(answer)
+        yield self._event(ask, _choice({"delta": {}, "matched_stop": matched}, finish, at), answer)
+
+    def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+        choices = [self._one(at, ask, answer) for at, answer in enumerate(answers)]
+        return self._whole(ask, answers, choices)
+
+    def _one(self, at: int, ask: Ask, answer: Answer) -> dict[str, Any]:
+        said, ids = answer.message, answer.output.token_ids
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        message["reasoning_content"] = said.reasoning or None
+        message["tool_calls"] = said.tool_calls or None
+        finish, matched = _ending(answer)
+        found: dict[str, Any] = {"message": message, "matched_stop": matched}
+        found["logprobs"] = self._logprobs(ask, answer.output, 0) if ask.logprobs else None
+        if ask.ids:
+            prompt = answer.order.prompt
+            found |= {"token_ids": ids, "response_token_ids": ids, "prompt_token_ids": prompt}
+        return _choice(found, finish, at)
+
+    def _logprobs(self, ask: Ask, output: Output, since: int) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    "token": self._model.name(token, by_id=ask.named_by_ids),
+                    "bytes": list(self._model.bytes_of(token)),
+                    "logprob": logprob,
+                    "top_logprobs": [],
+                }
+                for token, logprob in zip(
+                    output.token_ids[since:], output.logprobs[since:], strict=True
+                )
+            ]
         }
-        if ask.logprobs:
-            found["logprobs"] = _chat_logprobs(output, since)
-        if ask.ids:
-            found["token_ids"] = output.token_ids[since:]
-        return self._event(ask, _choice(found, None))
-
-    async def end(
-        self, ask: Ask, answer: Answer, sent: int, since: int
-    ) -> AsyncGenerator[bytes, None]:
-        message = (
-            await self._chat.parse(answer.text, ask.tools)
-            if ask.tools
-            else Message(answer.text, "", [])
-        )
-        content = message.content if ask.tools else answer.text[sent:]
-        if content or message.reasoning or since < len(answer.output.token_ids):
-            yield self.delta(ask, answer.output, content, since, message.reasoning)
-        if message.tool_calls:
-            calls = [{"index": at, **call} for at, call in enumerate(message.tool_calls)]
-            yield self._event(ask, _choice({"delta": {"tool_calls": calls}}, None))
-        finish = _finish_of(answer.output, message)
-        yield self._event(ask, _choice({"delta": {}, "matched_stop": answer.matched}, finish))
-        for event in self._last(ask, answer):
-            yield event
-
-    async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
-        return self._whole(
-            ask, answers, [await self._one(at, ask, answer) for at, answer in enumerate(answers)]
-        )
-
-    async def _one(self, at: int, ask: Ask, answer: Answer) -> dict[str, Any]:
-        parsed, output = await self._chat.parse(answer.text, ask.tools), answer.output
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning:
-            message["reasoning_content"] = parsed.reasoning
-        if parsed.tool_calls:
-            message |= {"tool_calls": parsed.tool_calls, "content": parsed.content or None}
-        found: dict[str, Any] = {"message": message, "matched_stop": answer.matched}
-        found["logprobs"] = _chat_logprobs(output, 0) if ask.logprobs else None
-        if ask.ids:
-            ids = output.token_ids
-            found |= {
-                "token_ids": ids,
-                "response_token_ids": ids,
-                "prompt_token_ids": answer.order.prompt,
-            }
-        return _choice(found, _finish_of(output, parsed), at)
 
 
 class CompletionForm(_CompletionsForm):
@@ -175,131 +193,124 @@ class CompletionForm(_CompletionsForm):
     def begin(self, ask: Ask) -> Iterator[bytes]:
         return iter(())
 
-    def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
-        return self._event(ask, self._delta(ask, output, text, since))
+    def delta(self, ask: Ask, at: int, answer: Answer, new: Message, since: int) -> Iterator[bytes]:
+        found = self._found(ask, answer, new.content, since)
+        yield self._event(ask, _choice(found, None, at), answer)
 
-    async def end(
-        self, ask: Ask, answer: Answer, sent: int, since: int
-    ) -> AsyncGenerator[bytes, None]:
-        choice = self._delta(ask, answer.output, answer.text[sent:], since)
-        choice |= {"finish_reason": _finish_of(answer.output, None), "matched_stop": answer.matched}
-        yield self._event(ask, choice)
-        for event in self._last(ask, answer):
-            yield event
+    def end(self, ask: Ask, at: int, answer: Answer) -> Iterator[bytes]:
+        finish, matched = _ending(answer)
+        found = self._found(ask, answer, "", len(answer.output.token_ids))
+        yield self._event(ask, _choice(found | {"matched_stop": matched}, finish, at), answer)
 
-    async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
         choices = []
         for at, answer in enumerate(answers):
-            found: dict[str, Any] = {"text": answer.text, "matched_stop": answer.matched}
-            found["logprobs"] = _completion_logprobs(answer.output, 0) if ask.logprobs else None
-            if ask.ids:
-                found |= {
-                    "token_ids": answer.output.token_ids,
-                    "prompt_token_ids": answer.order.prompt,
-                }
-            choices.append(_choice(found, _finish_of(answer.output, None), at))
+            finish, matched = _ending(answer)
+            found = self._found(ask, answer, answer.message.content, 0) | {"matched_stop": matched}
+            choices.append(_choice(found, finish, at))
         return self._whole(ask, answers, choices)
 
-    def _delta(self, ask: Ask, output: Output, text: str, since: int) -> dict[str, Any]:
-        found: dict[str, Any] = {"text": text}
+    def _found(self, ask: Ask, answer: Answer, text: str, since: int) -> dict[str, Any]:
+        ids, logprobs = answer.output.token_ids[since:], answer.output.logprobs[since:]
+        found: dict[str, Any] = {"text": text, "logprobs": None}
         if ask.logprobs:
-            found["logprobs"] = _completion_logprobs(output, since)
+            found["logprobs"] = {
+                "tokens": [self._model.name(token, by_id=ask.named_by_ids) for token in ids],
+                "token_logprobs": logprobs,
+                "top_logprobs": [],
+                "text_offset": [-1] * len(ids),  # as in SGLang, which does not count
+            }
         if ask.ids:
-            found["token_ids"] = output.token_ids[since:]
-        return _choice(found, None)
+            found["token_ids"] = ids
+        if ask.ids and not since:
+            found["prompt_token_ids"] = answer.order.prompt
+        return found
 
 
 class ResponsesForm:
-    """Form of /v1/responses. echoed: fields of the request that its answer repeats."""
+    """Form of /v1/responses, which has one answer. echoed: fields of the request that its answer
+    repeats."""
 
-    def __init__(self, chat: Chat, response_id: str, echoed: Mapping[str, Any]) -> None:
-        self._chat, self.response_id, self._echoed = chat, response_id, echoed
+    def __init__(self, response_id: str, echoed: Mapping[str, Any]) -> None:
+        self.response_id, self._echoed = response_id, echoed
         self._created = int(time.time())
         self._events = 0
         self._message_id = f"msg_{uuid.uuid4().hex}"
-        self.said = Message("", "", [])  # items of the answer, once it is whole
+        self._items: list[dict[str, Any]] = []  # those of a stream that are complete
+        self._text = ""  # of the message that is open in a stream
+        self._is_open = False
 
     def begin(self, ask: Ask) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._response(ask, "in_progress", [], None))
-        if not ask.tools:
+
+    def delta(self, ask: Ask, at: int, answer: Answer, new: Message, since: int) -> Iterator[bytes]:
+        if new.reasoning:
+            yield from self._send(_reasoning(new.reasoning))
+        if new.content:
+            if not self._is_open:
+                yield from self._open_message()
+            self._text += new.content
+            yield self._of_text("response.output_text.delta", delta=new.content)
+
+    def end(self, ask: Ask, at: int, answer: Answer) -> Iterator[bytes]:
+        calls = answer.message.tool_calls
+        if not self._is_open and not calls:
             yield from self._open_message()
+        if self._is_open:
+            item = self._message(self._text)
+            yield self._of_text("response.output_text.done", text=self._text)
+            yield self._of_text("response.content_part.done", part=item["content"][0])
+            yield self._event("response.output_item.done", output_index=len(self._items), item=item)
+            self._items.append(item)
+        for call in calls:
+            yield from self._send(_function_call(call))
 
-    def delta(self, ask: Ask, output: Output, text: str, since: int) -> bytes:
-        return self._of_text("response.output_text.delta", delta=text)
-
-    async def end(
-        self, ask: Ask, answer: Answer, sent: int, since: int
-    ) -> AsyncGenerator[bytes, None]:
-        if ask.tools:
-            items = await self._items(ask, answer)
-        else:  # its text was sent as it came
-            self.said = Message(answer.text, "", [])
-            items = [self._message(answer.text)]
-        for at, item in enumerate(items):
-            if item["type"] == "message":
-                text = item["content"][0]["text"]
-                if ask.tools:
-                    for event in self._open_message(at):
-                        yield event
-                if text[0 if ask.tools else sent :]:
-                    yield self._of_text(
-                        "response.output_text.delta", at, delta=text[0 if ask.tools else sent :]
-                    )
-                yield self._of_text("response.output_text.done", at, text=text)
-                yield self._of_text("response.content_part.done", at, part=item["content"][0])
-            else:
-                yield self._event("response.output_item.added", output_index=at, item=item)
-            if item["type"] == "function_call":
-                place = {"output_index": at, "item_id": item["id"]}
-                yield self._event(
-                    "response.function_call_arguments.delta", **place, delta=item["arguments"]
-                )
-                yield self._event(
-                    "response.function_call_arguments.done", **place, arguments=item["arguments"]
-                )
-            yield self._event("response.output_item.done", output_index=at, item=item)
-        whole = self._response(ask, _status_of(answer.output), items, answer)
+    def last(self, ask: Ask, answers: Sequence[Answer]) -> Iterator[bytes]:
+        [answer] = answers
+        whole = self._response(ask, _status_of(answer), self._items, answer)
         yield self._event(f"response.{whole['status']}", response=whole)
 
-    async def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
+    def whole(self, ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
         [answer] = answers
-        return self._response(
-            ask, _status_of(answer.output), await self._items(ask, answer), answer
-        )
-
-    async def _items(self, ask: Ask, answer: Answer) -> list[dict[str, Any]]:
-        self.said = said = await self._chat.parse(answer.text, ask.tools)
-        items: list[dict[str, Any]] = []
-        if said.reasoning:
-            content = [{"type": "reasoning_text", "text": said.reasoning}]
-            items.append(
-                {
-                    "id": f"rs_{uuid.uuid4().hex}",
-                    "type": "reasoning",
-                    "summary": [],
-                    "content": content,
-                }
-            )
+        said = answer.message
+        items = [_reasoning(said.reasoning)] if said.reasoning else []
         if said.content or not said.tool_calls:
             items.append(self._message(said.content))
-        for call in said.tool_calls:
-            named = {"type": "function_call", "call_id": call["id"], "status": "completed"}
-            items.append({"id": f"fc_{uuid.uuid4().hex}", **named, **call["function"]})
-        return items
+        items += map(_function_call, said.tool_calls)
+        return self._response(ask, _status_of(answer), items, answer)
+
+    def _send(self, item: dict[str, Any]) -> Iterator[bytes]:
+        """Yield the events of an item that is complete."""
+        place = {"output_index": len(self._items)}
+        yield self._event("response.output_item.added", **place, item=item)
+        inside = place | {"item_id": item["id"]}
+        if item["type"] == "reasoning":
+            text, inside = item["content"][0]["text"], inside | {"content_index": 0}
+            yield self._event("response.reasoning_text.delta", **inside, delta=text)
+            yield self._event("response.reasoning_text.done", **inside, text=text)
+        else:
+            arguments, kind = item["arguments"], "response.function_call_arguments"
+            yield self._event(f"{kind}.delta", **inside, delta=arguments)
+            yield self._event(f"{kind}.done", **inside, arguments=arguments)
+        yield self._event("response.output_item.done", **place, item=item)
+        self._items.append(item)
 
     def _message(self, text: str) -> dict[str, Any]:
         said = {"type": "message", "role": "assistant", "status": "completed"}
         return {"id": self._message_id, **said, "content": [_part(text)]}
 
-    def _open_message(self, at: int = 0) -> Iterator[bytes]:
+    def _open_message(self) -> Iterator[bytes]:
+        self._is_open = True
         item = self._message("") | {"status": "in_progress", "content": []}
+        at = len(self._items)
         yield self._event("response.output_item.added", output_index=at, item=item)
-        yield self._of_text("response.content_part.added", at, part=_part(""))
+        yield self._of_text("response.content_part.added", part=_part(""))
 
-    def _of_text(self, kind: str, at: int = 0, **more: Any) -> bytes:
+    def _of_text(self, kind: str, **more: Any) -> bytes:
         more = {"logprobs": [], **more} if "text" in kind.rpartition(".")[0] else more
-        return self._event(kind, item_id=self._message_id, output_index=at, content_index=0, **more)
+        place = {"output_index": len(self._items), "content_index": 0}
+        return self._event(kind, item_id=self._message_id, **place, **more)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **fields}
@@ -309,12 +320,10 @@ class ResponsesForm:
     def _response(
         self, ask: Ask, status: str, items: Sequence[Any], answer: Answer | None
     ) -> dict[str, Any]:
-        short = answer is not None and status == "incomplete"
-        reason = (
-            "max_output_tokens"
-            if answer is not None and _finish_of(answer.output, None) == "length"
-            else "abort"
-        )
+        details = None
+        if answer is not None and status == "incomplete":
+            length = _ending(answer)[0] == "length"
+            details = {"reason": "max_output_tokens" if length else "abort"}
         found: dict[str, Any] = {
             "id": self.response_id,
             "object": "response",
@@ -324,7 +333,7 @@ class ResponsesForm:
             "output": items,
             "error": None,
             **self._echoed,
-            "incomplete_details": {"reason": reason} if short else None,
+            "incomplete_details": details,
             "usage": None if answer is None else _responses_usage(count_tokens(ask, [answer])),
         }
         if answer is not None and ask.ids:
@@ -346,18 +355,23 @@ DONE = b"data: [DONE]\n\n"
 
 
 def count_tokens(ask: Ask, answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return OpenAI's `usage`."""
-    prompt = sum(map(len, ask.prompts))
+    """Return OpenAI's `usage`. A prompt counts once, whatever number of answers it has."""
     written = sum(len(answer.output.token_ids) for answer in answers)
-    cached = sum(
-        answer.output.ended.cached_tokens for answer in answers if answer.output.ended is not None
-    )
+    cached = sum(map(_cached, answers[:: ask.copies]))
+    return _usage(sum(map(len, ask.prompts)), written, cached)
+
+
+def _usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": written,
-        "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+
+
+def _cached(answer: Answer) -> int:
+    return answer.output.ended.cached_tokens if answer.output.ended is not None else 0
 
 
 def _responses_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -370,36 +384,33 @@ def _responses_usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _choice(found: Mapping[str, Any], finish: str | None, index: int = 0) -> dict[str, Any]:
+def _choice(found: Mapping[str, Any], finish: str | None, index: int) -> dict[str, Any]:
     return {"index": index, **found, "finish_reason": finish}
 
 
-def _finish_of(output: Output, message: Message | None) -> str:
-    assert output.ended is not None
-    return "tool_calls" if message is not None and message.tool_calls else output.ended.finish
+def _ending(answer: Answer) -> tuple[str, int | str | None]:
+    """Return why an answer ended, and what ended it. One that calls tools and was cut short is cut
+    short."""
+    assert answer.output.ended is not None
+    finish = answer.output.ended.finish
+    called = finish == "stop" and bool(answer.message.tool_calls)
+    return ("tool_calls", None) if called else (finish, answer.matched)
 
 
-def _status_of(output: Output) -> str:
-    return "completed" if _finish_of(output, None) == "stop" else "incomplete"
+def _status_of(answer: Answer) -> str:
+    return "completed" if _ending(answer)[0] in ("stop", "tool_calls") else "incomplete"
 
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _chat_logprobs(output: Output, since: int) -> dict[str, Any]:
-    """Return logprobs that name each token by its id, which is more exact than its bytes."""
-    return {
-        "content": [
-            {"token": f"token_id:{token}", "bytes": None, "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(
-                output.token_ids[since:], output.logprobs[since:], strict=True
-            )
-        ]
-    }
+def _reasoning(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    said = {"type": "reasoning", "summary": [], "content": content}
+    return {"id": f"rs_{uuid.uuid4().hex}", **said}
 
 
-def _completion_logprobs(output: Output, since: int) -> dict[str, Any]:
-    ids, logprobs = output.token_ids[since:], output.logprobs[since:]
-    tokens = [f"token_id:{token}" for token in ids]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
+def _function_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    named = {"type": "function_call", "call_id": call["id"], "status": "completed"}
+    return {"id": f"fc_{uuid.uuid4().hex}", **named, **call["function"]}

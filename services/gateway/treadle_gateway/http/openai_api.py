@@ -8,12 +8,13 @@ its messages are kept in memory for `previous_response_id`.
 """
 
 import asyncio
+import time
 import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -22,9 +23,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
 
-from treadle_gateway.calls import Calls
+from treadle_gateway.calls import Calls, merge
 from treadle_gateway.engines import Proxy
-from treadle_gateway.http.chat import ECHOED, Chat, as_chat, said_message
+from treadle_gateway.http.chat import ECHOED, Chat, Message, Reading, as_chat, said_message
 from treadle_gateway.http.forms import (
     Answer,
     Ask,
@@ -40,6 +41,7 @@ from treadle_gateway.order import (
     HIGHEST_ID,
     PENALTIES,
     Count,
+    Ended,
     Fields,
     Order,
     Output,
@@ -98,6 +100,7 @@ COMPLETION = SHARED | {"prompt"}
 FREE_TOOL_CHOICES = (None, "auto", "none")  # others restrict the engine's sampling by a grammar
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_tokens": 0, "top_logprobs": 0, "best_of": 1}
 TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
+PARSE_EVERY_S = 0.05  # a stream that has reasoning is parsed as a whole each time
 REMEMBERED_RESPONSES = 2_000
 
 
@@ -205,19 +208,43 @@ def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
     )
 
 
+class _Saying:
+    """An answer of a stream, as far as it came. text: that is certain. answer: with what is certain
+    of its message. parse_at_s: on the monotonic clock, from when on an engine parses it again."""
+
+    def __init__(self, ask: Ask, model: TextModel, order: Order) -> None:
+        self.order, self.output, self.text = order, Output(), ""
+        self.stream = TextStream(model, ask.sampling, skip_special=ask.skip_special, trim=ask.trim)
+        self.answer = Answer(order, self.output, Message(), None)
+        self.parse_at_s = 0.0
+        self.sent_tokens = 0
+        self._sent_content, self._sent_reasoning = 0, 0  # characters
+
+    @property
+    def unsent_tokens(self) -> int:
+        """Return how many tokens no event had."""
+        return len(self.output.token_ids) - self.sent_tokens
+
+    def new(self) -> Message:
+        """Return the part of the message that no event had."""
+        said = self.answer.message
+        return Message(said.content[self._sent_content :], said.reasoning[self._sent_reasoning :])
+
+    def count_as_sent(self, new: Message) -> None:
+        """Note that an event has this part of the message, and all tokens so far."""
+        self._sent_content += len(new.content)
+        self._sent_reasoning += len(new.reasoning)
+        self.sent_tokens = len(self.output.token_ids)
+
+
 class OpenaiApi:
     """Endpoints of the chat, the completions and the responses form."""
 
     def __init__(
         self, calls: Calls, proxy: Proxy, mesh: MeshLink, chat: Chat, model: TextModel | None
     ) -> None:
-        self._calls, self._proxy, self._mesh, self._chat, self._model = (
-            calls,
-            proxy,
-            mesh,
-            chat,
-            model,
-        )
+        self._calls, self._proxy, self._mesh = calls, proxy, mesh
+        self._chat, self._model = chat, model
         # conversations by the id of their last response
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
 
@@ -226,10 +253,11 @@ class OpenaiApi:
         body = read_body(await request.body())
         ChatFields.check(body)
         session = session_of(request, body)
-        if not carries(body, CHAT):
+        filled = await self._chat.fill(body)
+        if not carries(filled, CHAT):
             return await self._proxy.forward(request, body, session)
-        ask = await self._ask_chat(body, session)
-        return await self._answer(request, ask, ChatForm(self._chat))
+        ask = await self._ask_chat(filled, session)
+        return await self._answer(request, ask, ChatForm(require_model(self._model)))
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
@@ -239,9 +267,9 @@ class OpenaiApi:
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
             return await self._proxy.forward(request, body, session)
         ask = self._ask(
-            body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), None
+            body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), Reading()
         )
-        return await self._answer(request, ask, CompletionForm())
+        return await self._answer(request, ask, CompletionForm(require_model(self._model)))
 
     async def respond(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
@@ -257,15 +285,20 @@ class OpenaiApi:
                 "input",
                 404,
             )
-        body = as_chat(given, before.messages)
+        body = await self._chat.fill(as_chat(given, before.messages) | {"stream_reasoning": False})
         ChatFields.check(body)
+        if not carries(body, CHAT):
+            raise Refused(
+                "repetition_penalty: the model's generation_config.json has one, which "
+                "/v1/responses does not carry; start SGLang with --sampling-defaults openai"
+            )
         echoed = {name: given.get(name, value) for name, value in ECHOED.items()}
-        form = ResponsesForm(self._chat, f"resp_{uuid.uuid4().hex}", echoed)
+        form = ResponsesForm(f"resp_{uuid.uuid4().hex}", echoed)
         ask = await self._ask_chat(body, session_of(request, given), before.tokens)
 
         def remember(answer: Answer) -> None:
             tokens = array("i", [*answer.order.prompt, *answer.output.token_ids])
-            conversation = Conversation([*body["messages"], said_message(form.said)], tokens)
+            conversation = Conversation([*body["messages"], said_message(answer.message)], tokens)
             self._conversations[form.response_id] = conversation
             if len(self._conversations) > REMEMBERED_RESPONSES:
                 self._conversations.popitem(last=False)
@@ -283,15 +316,10 @@ class OpenaiApi:
             if given
             else await self._chat.render(session, body, known)
         )
-        tools = body.get("tools") if body.get("tool_choice") != "none" else None
-        return self._ask(body, session, [prompt], tools or None)
+        return self._ask(body, session, [prompt], await self._chat.reading(body))
 
     def _ask(
-        self,
-        body: Mapping[str, Any],
-        session: str,
-        prompts: list[list[int]],
-        tools: list[dict[str, Any]] | None,
+        self, body: Mapping[str, Any], session: str, prompts: list[list[int]], reading: Reading
     ) -> Ask:
         options = body.get("stream_options") or {}
         return Ask(
@@ -303,12 +331,14 @@ class OpenaiApi:
                 body, require_room(max(map(len, prompts)), self._mesh.context_tokens)
             ),
             logprobs=body.get("logprobs") not in (None, False),
+            named_by_ids=bool(body.get("return_tokens_as_token_ids")),
             ids=bool(body.get("return_token_ids") or body.get("return_prompt_token_ids")),
-            skip_special=body.get("skip_special_tokens") is not False,
+            skip_special=body.get("skip_special_tokens") is not False and not reading.keeps_special,
             trim=not body.get("no_stop_trim"),
             stream=bool(body.get("stream")),
             usage=bool(options.get("include_usage")),
-            tools=tools,
+            usage_so_far=bool(options.get("continuous_usage_stats")),
+            reading=reading,
             rid=str(body.get("rid") or uuid.uuid4().hex),
         )
 
@@ -350,19 +380,16 @@ class OpenaiApi:
         whole."""
         orders = self._orders(ask)
         if ask.stream:
-            if len(orders) > 1:
-                raise Refused("stream: one answer at a time; leave n and further prompts out")
-            return StreamingResponse(
-                self._stream(ask, orders[0], form, note), media_type=EVENT_STREAM
-            )
+            events = self._stream(ask, orders, form, note)
+            return StreamingResponse(events, media_type=EVENT_STREAM)
         outputs = await run_unless_gone(request, self._run_all(orders))
         answers = [
-            self._read(ask, order, output) for order, output in zip(orders, outputs, strict=True)
+            await self._read(ask, order, output)
+            for order, output in zip(orders, outputs, strict=True)
         ]
-        whole = await form.whole(ask, answers)
         for answer in answers:
             note(answer)
-        return JSONResponse(whole)
+        return JSONResponse(form.whole(ask, answers))
 
     async def _run_all(self, orders: Sequence[Order]) -> list[Output]:
         async with asyncio.TaskGroup() as group:
@@ -376,7 +403,7 @@ class OpenaiApi:
                 output.add(event)
         return output
 
-    def _read(self, ask: Ask, order: Order, output: Output) -> Answer:
+    async def _read(self, ask: Ask, order: Order, output: Output) -> Answer:
         model = require_model(self._model)
         stopped = output.ended is not None and output.ended.finish == "stop"
         matched = (
@@ -385,33 +412,48 @@ class OpenaiApi:
             else None
         )
         text = answer_text(model, output, matched, skip_special=ask.skip_special, trim=ask.trim)
-        return Answer(order, output, text, matched)
+        return Answer(order, output, await self._chat.parse(text, ask.reading), matched)
+
+    async def _listen(self, ask: Ask, saying: "_Saying", event: Tokens | Ended) -> None:
+        """Take the next event of an answer, and read what is certain of its message by then."""
+        saying.output.add(event)
+        if isinstance(event, Ended):
+            saying.answer = await self._read(ask, saying.order, saying.output)
+            return
+        saying.text += (new := saying.stream.add(event.token_ids))
+        if not ask.reading.parses:
+            saying.answer = replace(saying.answer, message=Message(saying.text))
+        elif new and ask.reading.reasoning_parser and time.monotonic() >= saying.parse_at_s:
+            message = await self._chat.parse_beginning(saying.text, ask.reading)
+            saying.answer = replace(saying.answer, message=message)
+            saying.parse_at_s = time.monotonic() + PARSE_EVERY_S
 
     async def _stream(
-        self, ask: Ask, order: Order, form: Form, note: Callable[[Answer], None]
+        self, ask: Ask, orders: Sequence[Order], form: Form, note: Callable[[Answer], None]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield an answer's events. Text is sent as soon as it cannot be the beginning of a stop
-        string, which is trimmed."""
-        output, sent, ids_sent = Output(), 0, 0
-        parses = bool(ask.tools)  # a call of a tool is known once it is whole
+        """Yield the events of all answers, as their tokens come."""
+        model = require_model(self._model)
+        sayings = [_Saying(ask, model, order) for order in orders]
         try:
-            model = require_model(self._model)
-            text = TextStream(model, ask.sampling, skip_special=ask.skip_special, trim=ask.trim)
             for first in form.begin(ask):
                 yield first
-            async with aclosing(self._calls.run(order)) as events:
-                async for event in events:
-                    output.add(event)
-                    if parses or not isinstance(event, Tokens):
-                        continue
-                    new = text.add(event.token_ids)
-                    if new or ask.ids:
-                        yield form.delta(ask, output, new, ids_sent)
-                        sent, ids_sent = sent + len(new), len(output.token_ids)
-            answer = self._read(ask, order, output)
-            async for last in form.end(ask, answer, sent, ids_sent):
+            async with aclosing(merge([self._calls.run(order) for order in orders])) as events:
+                async for at, event in events:
+                    saying = sayings[at]
+                    await self._listen(ask, saying, event)
+                    answer, new = saying.answer, saying.new()
+                    ended = answer.output.ended is not None
+                    due = saying.unsent_tokens and (ask.ids or (ask.logprobs and ended))
+                    if new.content or new.reasoning or due:
+                        for piece in form.delta(ask, at, answer, new, saying.sent_tokens):
+                            yield piece
+                        saying.count_as_sent(new)
+                    if ended:
+                        for piece in form.end(ask, at, answer):
+                            yield piece
+                        note(answer)
+            for last in form.last(ask, [saying.answer for saying in sayings]):
                 yield last
-            note(answer)
         except Refused as refusal:
             yield error_event(refusal)
 

@@ -20,14 +20,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
 
-from treadle_gateway.calls import Calls
+from treadle_gateway.calls import Calls, merge
 from treadle_gateway.engines import Proxy
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
     EVENT_STREAM,
     PENALTIES,
     Count,
-    Ended,
     Fields,
     Order,
     Output,
@@ -273,7 +272,7 @@ class SglangApi:
         drafts = [_Draft(wish) for wish in wishes]
         texts = [self._text_stream(wish) for wish in wishes]
         try:
-            async with aclosing(_merge([self._calls.run(wish.order) for wish in wishes])) as events:
+            async with aclosing(merge([self._calls.run(wish.order) for wish in wishes])) as events:
                 async for at, event in events:
                     draft, text = drafts[at], texts[at]
                     draft.output.add(event)
@@ -317,11 +316,7 @@ class SglangApi:
             "prompt_tokens": len(wish.order.prompt),
             "completion_tokens": len(output.token_ids),
             "cached_tokens": ended.cached_tokens if ended is not None else 0,
-            "weight_version": output.spans[-1].weight_version if output.spans else "",
-            "weight_versions": [
-                {"version": span.weight_version, "start": span.start_token, "end": span.end_token}
-                for span in output.spans
-            ],
+            **output.versions(),
             "e2e_latency": time.monotonic() - draft.began_s,
         }
         if wish.logprobs:
@@ -333,41 +328,3 @@ class SglangApi:
             meta["trajectory_id"] = ended.trajectory_id
         prompt = {"prompt_token_ids": wish.order.prompt} if wish.prompt_ids else {}
         return {"text": text, "output_ids": output.token_ids, "meta_info": meta, **prompt}
-
-
-async def _merge(
-    streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
-) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
-    """Yield what several generators yield, as it comes, with the place of each. Raises what one of
-    them raises."""
-    queue: asyncio.Queue[tuple[int, Tokens | Ended] | asyncio.Task[None]] = asyncio.Queue()
-
-    async def read(at: int, stream: AsyncGenerator[Tokens | Ended, None]) -> None:
-        async with aclosing(stream) as events:
-            async for event in events:
-                queue.put_nowait((at, event))
-
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for event in only:
-                yield 0, event
-        return
-    tasks = [
-        asyncio.get_running_loop().create_task(read(at, stream))
-        for at, stream in enumerate(streams)
-    ]
-    for task in tasks:
-        task.add_done_callback(queue.put_nowait)
-    left = len(tasks)
-    try:
-        while left:
-            came = await queue.get()
-            if isinstance(came, asyncio.Task):
-                await came
-                left -= 1
-            else:
-                yield came
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
