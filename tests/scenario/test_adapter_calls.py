@@ -3,8 +3,10 @@ trajectory."""
 
 import asyncio
 import gc
+import re
 import weakref
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -376,13 +378,79 @@ def test_what_ends_a_generation_may_come_by_two_names() -> None:
     assert (sampling.stop, sampling.stop_token_ids) == (("x",), (5, 2))
 
 
+def test_a_greedy_generation_by_transformers_name_has_temperature_0() -> None:
+    assert sampling_of({"temperature": 0.7, "do_sample": False}, 7).temperature == 0.0
+    assert sampling_of({"do_sample": True, "temperature": 0.7}, 7).temperature == 0.7
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1)]
+    ("name", "value"),
+    [
+        *(("n", 1), ("best_of", 1), ("min_new_tokens", 0), ("frequency_penalty", 0.0)),
+        *(("skip_special_tokens", False), ("return_logprob", False), ("logprobs", True)),
+        *(("extra_body", {}), ("bad_words", []), ("regex", ""), ("lora_path", None)),
+        *(("max_completion_tokens", 9), ("seed", None), ("stop", None), ("stop_token_ids", [])),
+        *(("logprobs", 1), ("early_stopping", False), ("ignore_eos", None), ("top_k", None)),
+    ],
+)
+def test_a_parameter_that_changes_no_token_is_passed_over(name: str, value: object) -> None:
+    assert sampling_of({name: value}, 7) == treadle.Sampling(7)
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"seed": 1, "sampling_seed": 2}, "sampling_seed=2: seed is 1 already"),
+        ({"max_length": 9}, "max_length=9"),
+        (object(), "must be a mapping from names to values, are a object"),
+    ],
+)
+def test_parameters_that_contradict_or_are_none_are_refused(params: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        sampling_of(params, 7)
+    assert sampling_of({"max_length": 9, "max_new_tokens": 5, "seed": 1, "sampling_seed": 1}, 5)
+
+
+@pytest.mark.parametrize(("held_at", "spans"), [(0, [(0, 5)]), (2, [(0, 2), (2, 4), (4, 5)])])
+async def test_a_turn_that_a_pause_ends_is_generated_to_its_end(
+    mesh: FakeMesh, link: Link, held_at: int, spans: list[tuple[int, int]]
+) -> None:
+    """The engine ends two calls early, as for a pause of the mesh: without a token, or after two.
+
+    Result: one answer with all tokens, of one trajectory.
+    """
+    engine = mesh.engines["e0"]
+    engine.script = Script(hold_at=held_at, times=2)
+    asking = asyncio.create_task(link.generate_whole(PROMPT, FIVE, "s"))
+    for _ in range(2):
+        await asyncio.wait_for(engine.holding.wait(), 20.0)
+        engine.holding.clear()
+        for abort in engine._aborts.values():
+            abort.set()
+    whole = await asking
+    tokens: list[int] = []
+    for start, end in spans:  # an engine's tokens depend on its prompt
+        tokens += expected([*PROMPT, *tokens], end - start)
+    assert (whole.token_ids, whole.finish_reason) == (tokens, "length")
+    assert len(whole.logprobs) == 5
+    assert [(each.start_token, each.end_token) for each in whole.version_spans] == spans
+    assert len(mesh.scheduler.trajectories) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("repetition_penalty", 1.1), ("min_tokens", 3), ("n", 2), ("typo", 1), ("best_of", 4)),
+        *(("min_new_tokens", 1), ("presence_penalty", 0.5), ("logit_bias", {"5": 1}), ("n", 0)),
+        *(("lora_path", "a"), ("extra_body", {"a": 1}), ("timeout", 5), ("prompt_logprobs", 0)),
+        *(("regex", "a+"), ("stop_regex", "a"), ("top_logprobs_num", 3), ("custom_params", {1: 2})),
+        *(("logprobs", 5), ("priority", 0), ("tools", ["t"]), ("add_bos", False)),
+    ],
 )
 def test_a_parameter_that_the_mesh_does_not_carry_is_refused_by_name(
-    name: str, value: float
+    name: str, value: object
 ) -> None:
-    with pytest.raises(ValueError, match=f"{name}={value}"):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         sampling_of({"temperature": 1.0, name: value}, 7)
 
 

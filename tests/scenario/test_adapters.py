@@ -7,6 +7,7 @@ with them. Stand-ins take the frameworks' places.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,7 +100,16 @@ async def test_verl_limits_tokens_as_its_servers_do(mesh: FakeMesh, verl_adapter
         for i in (1, 4, 6, 8)
     ]
     assert sampled == [7, 4, 2, 0]
-    assert len(mesh.scheduler.trajectories) == 3
+    short = {"max_tokens": 5, "max_completion_tokens": 3}
+    assert len((await client.generate("s", prompt_ids=[1], sampling_params=short)).token_ids) == 3
+    assert len(mesh.scheduler.trajectories) == 4
+    nothing = await client.generate("n", prompt_ids=[1] * 8, sampling_params={"logprobs": True})
+    assert (nothing.log_probs, nothing.stop_reason) == ([], "length"), "a list, as of other turns"
+    assert nothing.extra_fields["global_steps"] is None
+    with pytest.raises(ValueError, match=r"prompt_ids: 9 tokens do not fit .* \(9\)"):
+        await client.generate("l", prompt_ids=[1] * 9, sampling_params={})
+    with pytest.raises(ValueError, match="n=2"):
+        await client.generate("n", prompt_ids=[1] * 8, sampling_params={"n": 2})
 
 
 async def test_verl_asks_for_images_in_vain(verl_adapter: Any) -> None:
@@ -107,6 +117,30 @@ async def test_verl_asks_for_images_in_vain(verl_adapter: Any) -> None:
         await verl_client(verl_adapter).generate(
             "r", prompt_ids=[1], sampling_params={}, image_data=[b"i"]
         )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "model", "says"),
+    [
+        ({"enable_rollout_routing_replay": True}, {}, "rollout.enable_rollout_routing_replay"),
+        ({"disaggregation": SimpleNamespace(enabled=True)}, {}, "rollout.disaggregation.enabled"),
+        ({}, {"lora_rank": 8}, "model.lora_rank"),
+        ({}, {"lora": {"rank": 8}}, "model.lora_rank"),
+    ],
+)
+def test_verls_settings_that_change_what_servers_answer_are_refused(
+    verl_adapter: Any, rollout: dict[str, Any], model: dict[str, Any], says: str
+) -> None:
+    config = verl.config(**rollout)
+    config.actor_rollout_ref.model = SimpleNamespace(**model)
+    with pytest.raises(ValueError, match=f"{says}=.*: leave it out of actor_rollout_ref"):
+        verl_adapter.client_of(verl.LLMServerClient(config))
+
+
+def test_verls_adapters_that_are_merged_into_the_weights_are_carried(verl_adapter: Any) -> None:
+    config = verl.config()
+    config.actor_rollout_ref.model = SimpleNamespace(lora_rank=8, lora={"merge": True})
+    assert verl_adapter.client_of(verl.LLMServerClient(config)).config is config
 
 
 @pytest.mark.parametrize("in_queue", [False, True])
@@ -233,8 +267,16 @@ async def test_areal_limits_and_refuses_as_its_own_engine(
     with pytest.raises(ValueError, match=r"frequency_penalty=0\.5"):
         penalty = areal.GenerationHyperparameters(frequency_penalty=0.5)
         await engine.agenerate(areal.ModelRequest(input_ids=PROMPT, gconfig=penalty))
+    with pytest.raises(ValueError, match="min_new_tokens=3"):
+        least = areal.GenerationHyperparameters(min_new_tokens=3)
+        await engine.agenerate(areal.ModelRequest(input_ids=PROMPT, gconfig=least))
     with pytest.raises(ValueError, match="image_data"):
         await engine.agenerate(areal.ModelRequest(input_ids=PROMPT, image_data=["i"]))
+    with pytest.raises(ValueError, match="vision_msg_vllm"):
+        await engine.agenerate(areal.ModelRequest(input_ids=PROMPT, vision_msg_vllm=[["i"]]))
+    with pytest.raises(ValueError, match="return_routed_experts"):
+        experts = areal.ModelRequest(input_ids=PROMPT, metadata={"return_routed_experts": True})
+        await engine.agenerate(experts)
 
 
 # rLLM
@@ -291,7 +333,60 @@ async def test_rllm_samples_of_a_prompt_have_seeds_of_their_own(mesh: FakeMesh) 
     assert seeds == [7, 8, 9, 7]
 
 
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"images": ["i"]}, "images"),
+        ({"content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "image_url"),
+    ],
+)
+async def test_rllm_asks_for_images_in_vain(message: dict[str, Any], says: str) -> None:
+    with standing_in(rllm.contents(), "rllm") as (adapter,):
+        engine = adapter.MeshEngine(rllm.Tokenizer(), max_prompt_length=16, max_response_length=6)
+        with pytest.raises(ValueError, match=f"{says}: the mesh carries token ids alone"):
+            await engine.get_model_response([{"role": "user", "content": "1", **message}])
+
+
+async def test_rllm_calls_without_a_name_are_not_one_session(mesh: FakeMesh) -> None:
+    """An id that is None names no workflow: each answer belongs to the one that it continues."""
+    with standing_in(rllm.contents(), "rllm") as (adapter,):
+        engine = adapter.MeshEngine(rllm.Tokenizer(), max_prompt_length=16, max_response_length=6)
+        await engine.get_model_response([{"role": "user", "content": "1"}], application_id=None)
+        link = await calls.link_to()
+        assert link.sessions.known("")
+        await engine.sleep()
+
+
+async def test_rllms_limits_of_a_call_come_before_those_of_the_engine(mesh: FakeMesh) -> None:
+    with standing_in(rllm.contents(), "rllm") as (adapter,):
+        engine = adapter.MeshEngine(
+            rllm.Tokenizer(),
+            max_prompt_length=16,
+            max_response_length=6,
+            sampling={"max_tokens": 5, "temperature": 0.7, "do_sample": False},
+        )
+        messages = [{"role": "user", "content": "11 12 13"}]
+        usual = await engine.get_model_response(messages)
+        short = await engine.get_model_response(messages, max_completion_tokens=2)
+        with pytest.raises(ValueError, match="top_logprobs=3"):
+            await engine.get_model_response(messages, top_logprobs=3)
+    assert (len(usual.completion_ids), len(short.completion_ids)) == (5, 2)
+    assert {each.sampling.temperature for each in mesh.engines["e0"].requests("Generate")} == {0.0}
+
+
 # ROLL
+
+
+async def test_roll_asks_for_images_in_vain() -> None:
+    with standing_in(roll.contents(), "roll"):
+        proxy = roll.create_llm_proxy("treadle", {"address": "localhost:1"})
+        images = roll.lm_input(PROMPT)
+        images.non_tensor_batch["multi_modal_data"] = [{"image": ["i"]}]
+        with pytest.raises(ValueError, match="multi_modal_data: the mesh carries token ids alone"):
+            proxy.generate([], images, {"max_new_tokens": 4})
+        message = {"role": "user", "content": [{"type": "image"}]}
+        with pytest.raises(ValueError, match="image: the mesh carries token ids alone"):
+            proxy.generate([message], roll.lm_input(PROMPT), {"max_new_tokens": 4})
 
 
 async def test_roll_environments_reach_the_mesh_from_threads_and_an_episode_ends_with_the_next(
@@ -351,6 +446,17 @@ async def test_roll_samples_of_a_prompt_have_seeds_of_their_own(mesh: FakeMesh) 
     assert sorted(seeds) == [7, 8, 9]
 
 
+async def test_roll_limits_an_answer_by_each_name(mesh: FakeMesh) -> None:
+    with standing_in(roll.contents(), "roll"):
+        proxy = roll.create_llm_proxy("treadle", {"address": mesh.address})
+        ask = partial(proxy.generate, [], roll.lm_input(PROMPT))
+        answer = await asyncio.to_thread(ask, {"max_tokens": 3, "early_stopping": False})
+        with pytest.raises(ValueError, match="max_new_tokens is missing"):
+            await asyncio.to_thread(ask, {"temperature": 1.0})
+    await asyncio.to_thread(lambda: background().run(calls.leave()))
+    assert answer.batch["responses"].tolist() == [expected(PROMPT, 3)]
+
+
 # TRL
 
 
@@ -397,6 +503,16 @@ def test_trls_worker_takes_what_the_trainers_config_says() -> None:
     told = worker.loop_kwargs
     assert (told["max_inflight_tasks"], told["max_tokens"], told["eos_token_ids"]) == (16, 64, [2])
     assert (told["address"], told["tools"], told["num_generations"]) == ("mesh:7401", ["t"], 8)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [({"lora_name": "policy"}, "lora_name"), ({"repetition_penalty": 1.1}, "repetition_penalty")],
+)
+def test_trls_worker_refuses_what_the_mesh_does_not_carry(told: Any, says: str) -> None:
+    """Before its child process starts."""
+    with standing_in(trl.contents(), "trl") as (adapter,), pytest.raises(ValueError, match=says):
+        adapter.RolloutWorker(dataset=[PROMPT], **told)
 
 
 async def test_an_address_is_the_argument_or_the_environment_or_the_default(

@@ -1,6 +1,7 @@
 """`treadle simulate --from-run` and `--from-log`: what each format becomes, what is assumed, and
 what is refused."""
 
+import gzip
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -86,6 +87,122 @@ def test_the_names_of_litellms_payload_do_as_well_and_odd_requests_are_said(tmp_
     )
 
 
+# What logs of gateways hold besides good lines: the lines, the assumption that says what was left out.
+GOOD = (request("a", 100, 20, 10.0, 11.0), request("a", 150, 30, 14.0, 15.0))
+LEFT_OUT = {
+    "a failure of LiteLLM": (
+        {"status": "failure", "prompt_tokens": 0, "session_id": None, "error_str": "down"},
+        "1 failed requests",
+    ),
+    "a failure without times": ({"status": "failure", "prompt_tokens": 0}, "1 failed requests"),
+    "a status of HTTP": ({**request("a", 0, 0, 12.0, 12.1), "status": 503}, "1 failed requests"),
+    "a status of HTTP as a text": ({"status_code": "429"}, "1 failed requests"),
+    "a cancelled request": ({"status": "cancelled", "trace_id": "a"}, "1 failed requests"),
+    "an error": ({"session_id": "a", "error": {"message": "x"}}, "1 failed requests"),
+    "no end": ({"session_id": "a", "started_at": 12.0, "ended_at": None}, "without an end"),
+    "no token": (request("a", 0, 0, 12.0, 12.1), "1 requests that sampled no token"),
+    "a line twice": (GOOD[0], "1 repeated lines"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_lines_that_are_no_answers_are_left_out_and_counted(tmp_path: Path, name: str) -> None:
+    line, says = LEFT_OUT[name]
+    log = read_log(lines(tmp_path, GOOD[0], line, GOOD[1]), "openai", None)
+    assert shape(log) == [("a", 0, 100, [(20, 30, 3.0), (30, 0, 0.0)])]
+    assert [each.makespan_s for each in log.recorded] == [5.0]
+    [left_out] = [each for each in log.assumptions if each.endswith(" are left out.")]
+    assert says in left_out
+
+
+# The same two requests, as logs may write them.
+AS_GOOD = {
+    "null beside another name": [{**GOOD[0], "session_id": None, "trace_id": "a"}, GOOD[1]],
+    "empty beside another name": [{**GOOD[0], "session_id": "", "trace_id": "a"}, GOOD[1]],
+    "counts beside a null": [
+        {**GOOD[0], "usage": None, "prompt_tokens": 100, "completion_tokens": 20},
+        GOOD[1],
+    ],
+    "nulls": [{**each, "prompt_id": None, "status": None, "error": None} for each in GOOD],
+    "numbers as texts": [
+        request("a", "100", "20", "10.0", "11.0"),  # type: ignore[arg-type]
+        GOOD[1],
+    ],
+    "another order": [GOOD[1], GOOD[0]],
+    "a success": [
+        {**each, "status": word} for each, word in zip(GOOD, ("200", "success"), strict=True)
+    ],
+    "milliseconds and texts": [
+        request("a", 100, 20, 1_700_000_010_000.0, 1_700_000_011_000.0),
+        request("a", 150, 30, "2023-11-14T22:13:34Z", "2023-11-14 22:13:35.0"),  # type: ignore[arg-type]
+    ],
+    "nanoseconds and seconds": [
+        request("a", 100, 20, "1700000010000000000", 1_700_000_011_000_000.0),  # type: ignore[arg-type]
+        request("a", 150, 30, 1_700_000_014, 1_700_000_015),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", AS_GOOD)
+def test_other_ways_to_write_a_request_are_read_alike(tmp_path: Path, name: str) -> None:
+    log = read_log(lines(tmp_path, *AS_GOOD[name]), "openai", None)
+    assert shape(log) == [("a", 0, 100, [(20, 30, 3.0), (30, 0, 0.0)])]
+    assert [each.makespan_s for each in log.recorded] == [5.0]
+    assert not any("left out" in each for each in log.assumptions)
+
+
+TEXT = "".join(json.dumps(each) + "\n" for each in GOOD)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + TEXT.encode(),
+        TEXT.replace("\n", "\r\n\r\n").encode(),
+        gzip.compress(TEXT.encode()),
+        TEXT.rstrip().encode(),
+        (TEXT + '{"session_id": "b", "usa').encode(),
+        (TEXT + '{"prompt": "\u00e9').encode()[:-1],
+    ],
+    ids=[
+        *("a mark of the byte order", "lines of Windows", "gzip", "no last end"),
+        *("a cut last line", "a cut letter"),
+    ],
+)
+def test_a_file_may_be_written_in_several_ways(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(content)
+    log = read_log(file, "openai", None)
+    assert shape(log) == [("a", 0, 100, [(20, 30, 3.0), (30, 0, 0.0)])]
+    is_cut = not content.rstrip().endswith(b"}") and not content.startswith(b"\x1f")
+    assert ("1 last lines that are cut are left out." in log.assumptions) is is_cut
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ({**GOOD[0], "session_id": None}, "line 3: session_id: is missing"),
+        ({**GOOD[0], "usage": None}, "line 3: usage.prompt_tokens: is missing"),
+        (request("a", 0, 5, 1.0, 2.0), "line 3: prompt_tokens: must be at least 1, is 0"),
+        (request("a", -1, 5, 1.0, 2.0), "line 3: usage.prompt_tokens: must be greater than"),
+        (request("a", True, 5, 1.0, 2.0), "line 3: usage.prompt_tokens: must be a number"),
+        (request("a", 10, 5, 2.0, 1.0), "line 3: ended_at: must not be before started_at"),
+        (request("a", 10, 5, float("nan"), 1.0), "line 3: started_at: must be a finite number"),
+        ({**GOOD[0], "started_at": "noon"}, "line 3: started_at: must be unix seconds, or a time"),
+        ([GOOD[0]], "line 3: must be a JSON object"),
+    ],
+)
+def test_a_line_that_cannot_be_read_names_its_field(tmp_path: Path, line: Any, says: str) -> None:
+    with pytest.raises(TraceFileError, match=says):
+        read_log(lines(tmp_path, GOOD[1], line), "openai", None)
+
+
+def test_a_log_without_an_answer_says_what_was_left_out(tmp_path: Path) -> None:
+    file = lines(tmp_path, {"status": "failure"}, {"status": "failure"})
+    with pytest.raises(TraceFileError, match="sampled a token; left out: 2 failed requests"):
+        read_log(file, "openai", None)
+
+
 def trace(name: str, *calls: tuple[int, int, int, float, float], **more: Any) -> dict[str, Any]:
     return {
         "id": name,
@@ -125,6 +242,37 @@ def test_traces_of_prime_rl_and_episodes_of_verifiers_are_read(tmp_path: Path) -
         read_log(lines(tmp_path, first, first), "prime-rl", None)
 
 
+def test_calls_without_times_have_tools_that_take_none(tmp_path: Path) -> None:
+    """A call that was not timed has zeros, or nothing, where others have the time of day."""
+    day_s = 1_700_000_000.0
+    row = trace("x", (50, 0, 10, day_s, day_s + 1), (90, 0, 5, 0.0, 0.0), (120, 0, 5, day_s, 0.0))
+    row["calls"][1]["time"] = None
+    row["calls"].append({"usage": None})
+    log = read_log(lines(tmp_path, row, trace("failed")), "prime-rl", None)
+    assert shape(log) == [("k", 0, 50, [(10, 30, 0.0), (5, 25, 0.0), (5, 0, 0.0)])]
+    assert not log.recorded
+    told = " ".join(log.assumptions)
+    assert "2 requests have no times" in told
+    nothing = "1 requests that sampled no token, 1 trajectories without a request are left out."
+    assert nothing in told
+
+
+def test_a_step_is_not_compared_where_trajectories_lack_their_begin(tmp_path: Path) -> None:
+    """A begin that is missing is not 0 on the clock of the others."""
+    row = {
+        "prompt_id": "p",
+        "prompt_tokens": 5,
+        "censored": None,
+        "steps": [{"gen_tokens": 5, "obs_tokens": 0, "tool_latency_s": 0.0, "text": None}],
+    }
+    timed = {**row, "sample": 0, "started_s": 1_700_000_000.0, "finished_s": 1_700_000_005.0}
+    late = {**row, "sample": 1, "started_s": None, "finished_s": 1_700_000_009.0}
+    assert not read_log(lines(tmp_path, timed, late), "jsonl", None).recorded
+    backwards = {**timed, "finished_s": 1_699_999_999.0}
+    with pytest.raises(TraceFileError, match="line 1: finished_s: must not be before started_s"):
+        read_log(lines(tmp_path, backwards), "jsonl", None)
+
+
 def test_samples_of_slime_have_turns_where_their_loss_mask_changes(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     turns = {
@@ -153,12 +301,16 @@ def test_samples_of_slime_have_turns_where_their_loss_mask_changes(tmp_path: Pat
     ]
     assert [(work.censored, work.reward) for work in log.works] == [(True, 1.0), (False, None)]
     assert log.way == "slime" and not log.recorded
+    assert "1 samples that sampled no token are left out." in log.assumptions
     step = step_of(tmp_path, "--from-log", str(file), "--format", "slime", *ENGINES)["step"]
     assert (step["baseline"], step["recorded"]) == ("slime", [])
     torch.save({"samples": [{**turns, "loss_mask": [1]}]}, file)
     with pytest.raises(
         TraceFileError, match=r"line 1: loss_mask: must have response_length \(15\) values, has 1"
     ):
+        read_log(file, "slime", None)
+    torch.save({"samples": [{**single, "response_length": 4}]}, file)
+    with pytest.raises(TraceFileError, match="response_length: must be at most the number of tok"):
         read_log(file, "slime", None)
     torch.save({"samples": [{**turns, "metadata": Path("x")}]}, file)
     with pytest.raises(UsageProblem, match="holds plain values alone"):

@@ -114,6 +114,18 @@ def test_where_the_system_has_no_bubblewrap_the_wheels_is_found_and_runs(
     assert answer.stdout.startswith("bubblewrap ")
 
 
+def test_locks_of_multiprocessing_need_no_further_namespace() -> None:
+    """The kernel allows none inside some bubblewraps."""
+    found = find_bubblewrap()
+    code = "import multiprocessing; print(multiprocessing.Lock().acquire())"
+    command = found.command(
+        readable=find_code(PYTHON)[0],
+        work_bytes=1 << 20,
+        argv=[str(Path(sys.executable).resolve()), "-I", "-S", "-c", code],
+    )
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become nobody")
 def test_a_bubblewrap_that_root_cannot_use_is_run_by_nobody() -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -4,11 +4,10 @@ Lines.
 Lengths are facts of the workload: a policy never changes them, and sees them only through a
 predictor.
 
-A trace file holds one trajectory a line, and is compressed with gzip if its name ends in .gz
-(docs/traces.md). `read_traces` returns what `write_traces` wrote. A file is read as a whole or not
-at all, and an error names the line and field. Fields that are not in the format (a model's name, a
-date) are ignored. The annotations check the content of a file; works that code makes are not
-checked.
+A trace file holds one trajectory a line, and may be compressed with gzip (docs/traces.md).
+`read_traces` returns what `write_traces` wrote. A file is read as a whole or not at all, and an
+error names the line and field. Fields that are not in the format (a model's name, a date) are
+ignored. The annotations check the content of a file; works that code makes are not checked.
 """
 
 import gzip
@@ -18,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationError
 
@@ -148,6 +147,7 @@ class TraceFileError(ValueError):
 
 
 _LINE = TypeAdapter(TrajectoryWork)
+GZIP = b"\x1f\x8b"  # the first bytes of a file of gzip
 
 
 def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
@@ -158,13 +158,9 @@ def read_traces(path: Path) -> tuple[TrajectoryWork, ...]:
     """
     works: list[TrajectoryWork] = []
     lines: dict[tuple[str, int], int] = {}
-    for number, text in _read_lines(path):
-        if not text.strip():
-            continue
+    for number, line in read_json_lines(path):
         try:
-            work = _LINE.validate_python(json.loads(text))
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise TraceFileError(path, number, "", f"must be JSON ({error})") from None
+            work = _LINE.validate_python(line)
         except ValidationError as error:
             raise TraceFileError(path, number, *describe_first(error)) from None
         earlier = lines.setdefault((work.prompt_id, work.sample), number)
@@ -184,15 +180,41 @@ def write_traces(path: Path, works: Iterable[TrajectoryWork]) -> None:
     path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    number = 0
+class CutLineError(TraceFileError):
+    """Error for a last line without its end, as in a log that is still written."""
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield each line's number from 1 and its JSON, without blank lines. A field that is null is
+    left out, since writers take it for one that is absent.
+
+    Raises TraceFileError, CutLineError, OSError.
+    """
+    number, line = 0, b""
     try:
-        # Lines end with \n alone: JSON strings may hold other line separators.
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
+        with path.open("rb") as file:
+            is_gzip = path.suffix == ".gz" or file.peek(2)[:2] == GZIP
+            # Lines end with \n alone: JSON strings may hold other line separators.
+            for line in gzip.GzipFile(fileobj=file) if is_gzip else file:
                 number += 1
-                yield number, line.decode()
-    except UnicodeDecodeError:
-        raise TraceFileError(path, number, "", "must be UTF-8") from None
+                if line.strip():
+                    # A mark of the byte order is how some editors begin UTF-8
+                    yield number, without_nulls(json.loads(line.decode("utf-8-sig")))
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        is_text = not isinstance(error, UnicodeDecodeError)
+        wrong = f"must be JSON ({error})" if is_text else "must be UTF-8"
+        if not line.endswith(b"\n") and not isinstance(error, RecursionError):
+            cut = f"{wrong}; the file ends within this line: remove the line"
+            raise CutLineError(path, number, "", cut) from None
+        raise TraceFileError(path, number, "", wrong) from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise TraceFileError(path, number, "", f"is no whole gzip file ({error})") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return JSON without the fields that are null; lists of plain values stay as they are."""
+    if isinstance(value, dict):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return [without_nulls(each) for each in value]
+    return value

@@ -34,6 +34,7 @@ from treadle.adapters.calls import (
     link_to,
     one_run,
     require_text,
+    require_unset,
     sampling_of,
 )
 
@@ -82,9 +83,13 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         gconfig = req.gconfig
         if gconfig.n_samples != 1:
             raise ValueError("n_samples must be 1: call agenerate once for each sample")
-        if self.config.return_routed_experts or self.config.use_lora:
-            raise ValueError("return_routed_experts, use_lora: not carried by the mesh")
-        require_text(image_data=req.image_data)
+        for where, experts in (
+            ("the engine's config", self.config.return_routed_experts),
+            ("the request's metadata", req.metadata.get("return_routed_experts")),
+        ):
+            require_unset(where, return_routed_experts=experts or None)
+        require_unset("the engine's config", use_lora=self.config.use_lora or None)
+        require_text(image_data=req.image_data, vision_msg_vllm=req.vision_msg_vllm)
         limit = min(gconfig.max_tokens - len(req.input_ids), gconfig.max_new_tokens)
         if limit <= 0:
             raise RuntimeError(
@@ -149,8 +154,7 @@ class MeshClient(RemoteInfEngine):  # type: ignore[misc]
         """Have all engines of the mesh load a checkpoint once it is saved; engines that join later
         load it too. With clear_checkpoint_after_load, its folder is removed when the next
         checkpoint is loaded."""
-        if meta.use_lora:
-            raise ValueError("use_lora: not carried by the mesh")
+        require_unset("the update of weights", use_lora=meta.use_lora or None)
         return get_executor().submit(self._load, meta)  # type: ignore[no-any-return]
 
     def _load(self, meta: WeightUpdateMeta) -> None:
@@ -194,15 +198,12 @@ class _Run(RolloutWorkflow):  # type: ignore[misc]
             return await self._workflow.arun_episode(engine, data)
 
 
+# Fields that are read elsewhere, or mean nothing without LoRA
+_NO_PARAMETERS = frozenset({"n_samples", "max_tokens", "greedy", "lora_name"})
+
+
 def _parameters(gconfig: Any) -> Mapping[str, Any]:
-    """Return the sampling parameters that AReaL sends to SGLang."""
-    return {
-        "top_p": gconfig.top_p,
-        "top_k": gconfig.top_k,
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "stop_token_ids": gconfig.stop_token_ids,
-        "ignore_eos": gconfig.ignore_eos,
-        "frequency_penalty": gconfig.frequency_penalty,
-        "stop": gconfig.stop,
-        "use_beam_search": gconfig.use_beam_search,
-    }
+    """Return all sampling parameters of AReaL; of those that the mesh does not carry, `sampling_of`
+    names the one that is set."""
+    found = {name: value for name, value in vars(gconfig).items() if name not in _NO_PARAMETERS}
+    return {**found, "temperature": 0.0} if gconfig.greedy else found

@@ -21,13 +21,14 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
 from treadle.adapters.sessions import SWEEP_S, Sessions
 from treadle.client import Client
 from treadle.connection import finish
+from treadle.step import shift_spans
 from treadle.sync import EventLoop
 from treadle.trajectory import Trajectory
 from treadle.types import Outcome, Sampling, VersionSpan
@@ -36,6 +37,8 @@ DEFAULT_ADDRESS, ON_RAY = "localhost:7401", "ray"
 IDLE_S = 1800.0  # longer than a tool runs
 UNNAMED_IDLE_S = 30.0  # no request ends such a conversation, and an open one holds KV
 
+# Names of the most tokens that an answer has
+_LIMITS = ("max_tokens", "max_new_tokens", "max_completion_tokens")
 # Sampling parameters by their names in SGLang, vLLM and transformers, and the field of Sampling
 # that each one sets.
 _FIELDS = {
@@ -49,34 +52,32 @@ _FIELDS = {
 # Parameters that the mesh does not carry, with the values at which they have no effect.
 _WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("repetition_penalty", "length_penalty", "n", "num_beams"), (None, 1, 1.0)),
-    "num_return_sequences": (None, 1),
+    **dict.fromkeys(("num_return_sequences", "best_of"), (None, 1)),
     **dict.fromkeys(
         ("frequency_penalty", "presence_penalty", "min_new_tokens", "min_tokens"), (None, 0, 0.0)
     ),
     **dict.fromkeys(
-        ("use_beam_search", "regex", "json_schema", "ebnf", "logit_bias"), (None, False)
+        ("use_beam_search", "early_stopping", "regex", "json_schema", "ebnf", "logit_bias"),
+        (None, False),
     ),
+    # Adapters return the logprob of each sampled token; a larger number asks for others beside it
+    "logprobs": (None, 0, 1),
 }
-# They set how the output is returned, not how it is sampled.
+# They set how the output is returned, not how it is sampled: adapters return token ids with the
+# logprob of each. `limit_of` reads the limits.
 _OF_THE_OUTPUT = frozenset(
     {
         *(
-            "logprobs",
+            "return_logprob",
             "skip_special_tokens",
             "spaces_between_special_tokens",
             "no_stop_trim",
             "detokenize",
         ),
-        *(
-            "include_stop_str_in_output",
-            "pad_token_id",
-            "do_sample",
-            "max_new_tokens",
-            "max_tokens",
-        ),
-        "max_length",
+        *("include_stop_str_in_output", "pad_token_id", *_LIMITS),
     }
 )
+_NOTHING: tuple[object, ...] = (None, "", [], (), {})  # values of what is not set
 
 
 def address_of(address: str = "") -> str:
@@ -99,38 +100,73 @@ def client_at(address: str = "", job: str = "") -> Client:
 def sampling_of(params: Mapping[str, Any], max_new_tokens: int) -> Sampling:
     """Make Sampling from a framework's parameters. Raises ValueError that names a parameter which
     the mesh does not carry, unless it has no effect."""
+    if not hasattr(params, "items"):
+        raise ValueError(
+            f"sampling parameters must be a mapping from names to values, are a "
+            f"{type(params).__name__}: give those that differ from its defaults"
+        )
     found: dict[str, Any] = {"stop": (), "stop_token_ids": ()}
+    greedy = False
     for name, value in params.items():
         if name in _FIELDS:
             where = _FIELDS[name]
             if isinstance(found.get(where), tuple):  # two names of it may be given
-                found[where] += (value,) if isinstance(value, str | int) else tuple(value or ())
-            elif value is not None:
-                found[where] = value
-        elif name not in _OF_THE_OUTPUT and not any(
-            value is each or value == each for each in _neutral(name)
-        ):
-            raise ValueError(
-                f"{name}={value!r} is not carried by the mesh: leave it out of the sampling "
-                "parameters"
-            )
+                several = () if value is None else value
+                found[where] += (value,) if isinstance(value, str | int) else tuple(several)
+            elif value is not None and found.setdefault(where, value) != value:
+                raise ValueError(f"{name}={value!r}: {where} is {found[where]!r} already")
+        elif name == "do_sample":
+            greedy = value is False
+        elif name == "max_length" and limit_of(params) is not None:
+            continue  # as in transformers, where it is the limit of prompt and output otherwise
+        elif name not in _OF_THE_OUTPUT and not _is_one_of(value, _WITHOUT_EFFECT.get(name, ())):
+            require_unset("the sampling parameters", **{name: value})
+    if greedy:
+        found["temperature"] = 0.0
     if found.get("top_k") == 0:  # vLLM's value for all tokens
         found["top_k"] = -1
     return Sampling(max_new_tokens=max_new_tokens, **found)
 
 
-def _neutral(name: str) -> tuple[object, ...]:
-    return _WITHOUT_EFFECT.get(name, (None,))
+def limit_of(params: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that an answer may have, by whichever names the parameters give it;
+    None where they do not."""
+    given = [int(params[name]) for name in _LIMITS if params.get(name) is not None]
+    return min(given, default=None)
+
+
+def require_unset(where: str, **settings: object) -> None:
+    """Raise ValueError that names the first of these settings that is set, none of which the mesh
+    carries. where: it is set."""
+    for name, value in settings.items():
+        if not _is_one_of(value, _NOTHING):
+            raise ValueError(
+                f"{name}={value!r} is not carried by the mesh: leave it out of {where}"
+            )
+
+
+def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
+    return any(value is each or value == each for each in values)
 
 
 def require_text(**inputs: object) -> None:
     """Raise ValueError that names the input, if one is not text."""
     for name, value in inputs.items():
-        if value is not None and value != []:
+        if value is not None and not (isinstance(value, list | dict | tuple) and not value):
             raise ValueError(
                 f"{name}: the mesh carries token ids alone; use the engines of the framework for "
                 "images"
             )
+
+
+def require_texts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for a message with more than texts, which a chat template may leave out."""
+    for message in messages:
+        require_text(**{name: message.get(name) for name in ("images", "videos", "audios")})
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type", "text") != "text":
+                require_text(**{str(part["type"]): part})
 
 
 @dataclass(frozen=True)
@@ -164,6 +200,23 @@ class Answer:
             queue_s=step.queue_s,
             prefill_s=step.prefill_s,
             decode_s=step.decode_s,
+        )
+
+    def __add__(self, rest: Answer) -> Answer:
+        """Return the answer that this one is the beginning of."""
+        return replace(
+            rest,
+            token_ids=[*self.token_ids, *rest.token_ids],
+            logprobs=[*self.logprobs, *rest.logprobs],
+            version_spans=(
+                *self.version_spans,
+                *shift_spans(rest.version_spans, len(self.token_ids)),
+            ),
+            preemptions=self.preemptions + rest.preemptions,
+            cached_tokens=self.cached_tokens,
+            queue_s=self.queue_s + rest.queue_s,
+            prefill_s=self.prefill_s + rest.prefill_s,
+            decode_s=self.decode_s + rest.decode_s,
         )
 
     @property
@@ -251,6 +304,24 @@ class Link:
         finally:
             if scope is not None and scope.outcome is not None:
                 await self.sessions.close(session, scope.outcome)
+
+    async def generate_whole(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        session: str = "",
+        *,
+        shared_seed: bool = False,
+    ) -> Answer:
+        """Generate a turn as `generate` does, and where a pause ends it early, continue from its
+        tokens, so that nobody takes them, or none, for the whole answer. Raises TreadleError."""
+        whole = await self.generate(prompt, sampling, session, shared_seed=shared_seed)
+        while whole.finish_reason == "abort" and (
+            left := sampling.max_new_tokens - len(whole.token_ids)
+        ):
+            rest, context = replace(sampling, max_new_tokens=left), [*prompt, *whole.token_ids]
+            whole += await self.generate(context, rest, session, shared_seed=shared_seed)
+        return replace(whole, finish_reason="length") if whole.finish_reason == "abort" else whole
 
     async def _sweep(self) -> None:
         while True:

@@ -15,7 +15,15 @@ from rllm.engine.rollout.rollout_engine import ModelOutput, RolloutEngine
 from rllm.parser import ChatTemplateParser
 from rllm.types import TerminationEvent, TerminationReason
 
-from treadle.adapters.calls import Answer, address_of, link_to, one_run, sampling_of
+from treadle.adapters.calls import (
+    Answer,
+    address_of,
+    limit_of,
+    link_to,
+    one_run,
+    require_texts,
+    sampling_of,
+)
 
 
 class MeshEngine(RolloutEngine):  # type: ignore[misc]
@@ -69,6 +77,7 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
     async def _get_model_response(
         self, messages: list[dict[str, Any]], **kwargs: Any
     ) -> ModelOutput:
+        require_texts(messages)
         prompt = self.chat_parser.parse(
             messages,
             add_generation_prompt=True,
@@ -84,10 +93,10 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
     async def get_token_output_from_token_input(
         self, token_input: Sequence[int], **kwargs: Any
     ) -> Answer:
-        """Generate tokens from tokens. kwargs: application_id (whose turn it is), validate,
-        enforce_max_prompt_length, and sampling parameters. Raises TerminationEvent for a prompt
-        that is too long, ValueError, TreadleError."""
-        session = str(kwargs.pop("application_id", ""))
+        """Generate tokens from tokens, also over a pause. kwargs: application_id (whose turn it
+        is), validate, enforce_max_prompt_length, and sampling parameters. Raises TerminationEvent
+        for a prompt that is too long, ValueError, TreadleError."""
+        session = str(kwargs.pop("application_id", None) or "")
         validation = kwargs.pop("validate", False) or self.is_validation
         room = self.max_prompt_length + self.max_response_length - len(token_input)
         if (
@@ -95,12 +104,14 @@ class MeshEngine(RolloutEngine):  # type: ignore[misc]
             and len(token_input) > self.max_prompt_length
         ) or room <= 0:
             raise TerminationEvent(TerminationReason.MAX_PROMPT_LENGTH_EXCEEDED)
-        params = {**(self.validation_sampling if validation else self.sampling), **kwargs}
-        limit = params.get("max_tokens") or params.get("max_new_tokens") or self.max_response_length
+        usual = self.validation_sampling if validation else self.sampling
+        params = {**usual, **kwargs}
+        limits = limit_of(kwargs), limit_of(usual), self.max_response_length
+        limit = next(each for each in limits if each is not None)
         link = await link_to(self.address)
-        shared_seed = not {"seed", "sampling_seed"} & kwargs.keys()  # that of `self.sampling`
         sampling = sampling_of(params, min(limit, room))
-        return await link.generate(token_input, sampling, session, shared_seed=shared_seed)
+        shared_seed = not {"seed", "sampling_seed"} & kwargs.keys()  # that of `self.sampling`
+        return await link.generate_whole(token_input, sampling, session, shared_seed=shared_seed)
 
     def assemble_model_output(
         self, token_input: Sequence[int], token_output: Answer

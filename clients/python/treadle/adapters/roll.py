@@ -18,7 +18,16 @@ from roll.pipeline.agentic.env_manager.traj_env_manager import TrajEnvManager
 from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
 from roll.utils.functionals import concatenate_input_and_output, postprocess_generate
 
-from treadle.adapters.calls import Answer, address_of, background, link_to, sampling_of
+from treadle.adapters.calls import (
+    Answer,
+    address_of,
+    background,
+    limit_of,
+    link_to,
+    require_text,
+    require_texts,
+    sampling_of,
+)
 
 __all__ = ["MeshProxy", "TrajEnvManager"]
 
@@ -39,6 +48,9 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
         """Return the response to one prompt as ROLL's method does, with `infer_logprobs`; None
         where a pause has ended it. meta_info: also finish_reasons, and version_spans as (version,
         first token, end). Raises ValueError, TreadleError."""
+        require_texts(messages)
+        for data in lm_input.non_tensor_batch.get("multi_modal_data", ()):
+            require_text(multi_modal_data=data)
         if lm_input.batch.batch_size[0] != 1:
             raise ValueError(f"lm_input must hold one prompt, holds {lm_input.batch.batch_size[0]}")
         mask = lm_input.batch["attention_mask"][0].bool()
@@ -55,14 +67,16 @@ class MeshProxy(BaseLLMProxy):  # type: ignore[misc]
             for token in (self.tokenizer.eos_token_id, self.tokenizer.pad_token_id)
             if token is not None
         ]
-        sampling = sampling_of({**config, "eos_token_id": ends}, int(config["max_new_tokens"]))
+        if (limit := limit_of(config)) is None:
+            raise ValueError("max_new_tokens is missing: set it in generating_args")
+        sampling = sampling_of({**config, "eos_token_id": ends}, limit)
         return await link.generate(prompt, sampling, self._session, alone=True, shared_seed=True)
 
     def _output(self, lm_input: DataProto, answer: Answer) -> DataProto:
         """Make the output as ROLL's own scheduler makes it."""
         output = concatenate_input_and_output(
             input_ids=lm_input.batch["input_ids"],
-            output_ids=torch.tensor([answer.token_ids]),
+            output_ids=torch.tensor([answer.token_ids], dtype=torch.long),
             num_return_sequences=1,
         )
         found: DataProto = postprocess_generate(

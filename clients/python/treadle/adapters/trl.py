@@ -19,8 +19,17 @@ from unittest.mock import patch
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 
-from treadle.adapters.calls import address_of, call_mesh, leave, link_to, one_run, sampling_of
+from treadle.adapters.calls import (
+    address_of,
+    call_mesh,
+    leave,
+    link_to,
+    one_run,
+    require_unset,
+    sampling_of,
+)
 
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 KEPT_VERSIONS = 2  # an engine may still load the one before
 
 
@@ -43,21 +52,10 @@ class RolloutLoop(_AsyncRolloutLoop):  # type: ignore[misc]
             return await super()._generate_one(*args, **kwargs)
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        params = {name: getattr(self, name) for name in names}
+        params = {name: getattr(self, name) for name in SAMPLED}
         link = await link_to(self.address)
-        tokens, logprobs = list[int](), list[float]()
-        while len(tokens) < self.max_tokens:
-            answer = await link.generate(
-                [*prompt_ids, *tokens], sampling_of(params, self.max_tokens - len(tokens))
-            )
-            tokens += answer.token_ids
-            logprobs += answer.logprobs
-            if (
-                answer.finish_reason != "abort"
-            ):  # a pause has ended it early, and the conversation continues with its policy
-                break
-        return tokens, logprobs
+        answer = await link.generate_whole(prompt_ids, sampling_of(params, self.max_tokens))
+        return answer.token_ids, answer.logprobs
 
 
 class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
@@ -66,6 +64,8 @@ class RolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]
     _loop_cls = RolloutLoop
 
     def __init__(self, *, address: str = "", **kwargs: Any) -> None:
+        sampling_of({name: kwargs[name] for name in SAMPLED if name in kwargs}, 1)
+        require_unset("the worker's arguments", lora_name=kwargs.get("lora_name"))
         # TRL's class refuses to be made where vLLM is not installed, which this one does not use.
         with patch.object(async_rollout_worker, "is_vllm_available", lambda: True):
             super().__init__(address=address_of(address), **kwargs)

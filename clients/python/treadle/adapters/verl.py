@@ -18,7 +18,15 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from treadle.adapters.calls import Answer, address_of, link_to, one_run, require_text, sampling_of
+from treadle.adapters.calls import (
+    address_of,
+    limit_of,
+    link_to,
+    one_run,
+    require_text,
+    require_unset,
+    sampling_of,
+)
 from treadle.adapters.verl_engines import HOLD, require_registered
 
 # verl's keyword arguments that have no effect on text: the mesh ranks trajectories itself.
@@ -32,6 +40,7 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
     def __init__(
         self, config: Any, load_balancer_handle: Any = None, *, address: str = "", **kwargs: Any
     ) -> None:
+        _require_carried(config)
         super().__init__(config=config, load_balancer_handle=load_balancer_handle, **kwargs)
         self.address = address_of(address)
 
@@ -56,29 +65,45 @@ class LLMClient(LLMServerClient):  # type: ignore[misc]
         require_text(image_data=image_data, video_data=video_data, audio_data=audio_data, **more)
         prompt = [int(token) for token in prompt_ids]
         limit = self._limit(len(prompt), sampling_params)
+        sampling = sampling_of(sampling_params, max(limit, 1))
+        wants_logprobs = bool(sampling_params.get("logprobs"))
         if limit <= 0:
-            return TokenOutput(token_ids=[], log_probs=[], stop_reason="length", num_preempted=0)
+            return TokenOutput(
+                token_ids=[],
+                log_probs=[] if wants_logprobs else None,
+                stop_reason="length",
+                num_preempted=0,
+                extra_fields=_extra_fields([], cached_tokens=0),
+            )
         link = await link_to(self.address)
-        answer = await link.generate(prompt, sampling_of(sampling_params, limit), str(request_id))
+        answer = await link.generate(prompt, sampling, str(request_id))
         return TokenOutput(
             token_ids=answer.token_ids,
-            log_probs=answer.logprobs if sampling_params.get("logprobs") else None,
+            log_probs=answer.logprobs if wants_logprobs else None,
             stop_reason=answer.finish_reason,
             num_preempted=answer.preemptions,
-            extra_fields=_extra_fields(answer),
+            extra_fields=_extra_fields(answer.numbered_versions, answer.cached_tokens),
         )
 
     def _limit(self, prompt_tokens: int, params: Mapping[str, Any]) -> int:
-        """Return the largest number of new tokens, by the rule of verl's servers."""
+        """Return the largest number of new tokens, by the rule of verl's servers. Raises ValueError
+        for a prompt that is longer than the model's context, as they do."""
         rollout = self.config.actor_rollout_ref.rollout
-        limit = params.get("max_new_tokens", params.get("max_tokens"))
+        limit = limit_of(params)
         if limit is None:
             limit = min(
                 rollout.response_length,
                 rollout.prompt_length + rollout.response_length - prompt_tokens,
             )
         longest = getattr(rollout, "max_model_len", None)
-        return min(int(limit), int(longest) - prompt_tokens - 1) if longest else int(limit)
+        if not longest:
+            return int(limit)
+        if prompt_tokens >= int(longest):
+            raise ValueError(
+                f"prompt_ids: {prompt_tokens} tokens do not fit into rollout.max_model_len "
+                f"({longest})"
+            )
+        return min(int(limit), int(longest) - prompt_tokens - 1)
 
 
 class FullyAsyncLLMClient(FullyAsyncLLMServerClient, LLMClient):  # type: ignore[misc]
@@ -154,6 +179,24 @@ def ending_trajectories(worker: Any) -> Any:
     return ray.remote(Worker)
 
 
+def _require_carried(config: Any) -> None:
+    """Raise ValueError that names a setting by which verl's servers would sample or answer
+    otherwise than the mesh does."""
+    rollout = config.actor_rollout_ref.rollout
+    model = getattr(config.actor_rollout_ref, "model", None)
+    lora = getattr(model, "lora", None) or {}
+    rank = getattr(model, "lora_rank", None) or lora.get("rank")
+    disaggregation = getattr(rollout, "disaggregation", None)
+    refused = {
+        "rollout.enable_rollout_routing_replay": getattr(
+            rollout, "enable_rollout_routing_replay", None
+        ),
+        "model.lora_rank": None if lora.get("merge") else rank,
+        "rollout.disaggregation.enabled": getattr(disaggregation, "enabled", None),
+    }
+    require_unset("actor_rollout_ref", **{name: value or None for name, value in refused.items()})
+
+
 def _manager_class(config: Any) -> Any:
     if config.transfer_queue.enable:  # the trainer takes what workers put there
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ
@@ -164,8 +207,7 @@ def _manager_class(config: Any) -> Any:
     return OfV0
 
 
-def _extra_fields(answer: Answer) -> dict[str, Any]:
-    versions = answer.numbered_versions
+def _extra_fields(versions: list[int], cached_tokens: int) -> dict[str, Any]:
     found = (versions[-1], min(versions), max(versions)) if versions else (None, None, None)
     fields = dict(zip(("global_steps", "min_global_steps", "max_global_steps"), found, strict=True))
-    return {**fields, "num_cached_tokens": answer.cached_tokens}
+    return {**fields, "num_cached_tokens": cached_tokens}

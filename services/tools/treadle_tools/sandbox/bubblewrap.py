@@ -1,9 +1,9 @@
 """Find out whether bubblewrap works here, and build the command line that isolates a fork server
 from the host.
 
-Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp, uid 65534,
-namespaces of its own, an empty environment, ended with the daemon. No tool runs without it;
-`find_bubblewrap` reports why it does not work.
+Invariants of the sandbox: no network, no capabilities, read-only everything but /tmp and /dev/shm,
+uid 65534, namespaces of its own, an empty environment, ended with the daemon. No tool runs without
+it; `find_bubblewrap` reports why it does not work.
 """
 
 import os
@@ -78,8 +78,8 @@ class Bubblewrap:
     def command(
         self, *, readable: Sequence[Path], work_bytes: int, argv: Sequence[str]
     ) -> list[str]:
-        """Return the command line that runs `argv` with /usr and `readable` to read and
-        `work_bytes` of /tmp to write.
+        """Return the command line that runs `argv` with /usr and `readable` to read, and
+        `work_bytes` of /tmp and of /dev/shm to write.
         """
         command = [*_as_user(self.user), self.path, *_bind_system_folders()]
         command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/tmp"]
@@ -93,6 +93,8 @@ class Bubblewrap:
         for folder, place in shown.items():
             command += ["--ro-bind", str(folder), str(place)]
         command += ["--proc", "/proc", "--dev", "/dev"]
+        # For sandboxes without namespaces of their own: multiprocessing has its locks there
+        command += ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/dev/shm"]
         command += ["--remount-ro", "/", "--remount-ro", "/dev", "--chdir", "/tmp"]
         command += [
             "--unshare-ipc",

@@ -24,6 +24,7 @@ PACKAGE = "treadle_tools"
 VARIABLES = MappingProxyType(
     {
         "HOME": "/tmp",
+        "USER": "nobody",  # its user has no line in /etc/passwd
         "LANG": "C.UTF-8",
         "OPENBLAS_NUM_THREADS": "1",  # a fork server must have one thread; and one action, one core
         "OMP_NUM_THREADS": "1",
@@ -33,7 +34,9 @@ VARIABLES = MappingProxyType(
     }
 )
 BOOT = (
-    "import sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
+    "import os, sys, json; config = json.loads(sys.argv[1]); sys.path += config['paths']; "
+    # For Python that the tool starts, which then finds the modules that the tool has
+    "os.environ['PYTHONPATH'] = os.pathsep.join(config['paths']); "
     "from treadle_tools.sandbox.inside.{module} import main; main(config)"
 )
 

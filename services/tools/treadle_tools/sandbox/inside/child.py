@@ -9,7 +9,10 @@ code runs beside it, in a fork of a process that has never seen the answer.
 """
 
 import ast
+import atexit
+import builtins
 import contextlib
+import gc
 import io
 import json
 import linecache
@@ -21,11 +24,16 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from treadle_tools.sandbox.inside import isolation, messages
@@ -36,6 +44,7 @@ from treadle_tools.tool import Environment, InvalidArguments, Outcome, Status
 MOST_DESCRIPTORS = 256
 # Of CPU seconds above wall clock x cores, so that the wall clock ends the action first
 CPU_GRACE_S = 1
+LONG_BITS = 64  # of an exit code; Python ends with -1 where it has more
 
 
 @dataclass(frozen=True)
@@ -189,6 +198,7 @@ def _size_of(head: bytes) -> int:
 
 def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int) -> None:
     """Run the child's side, and never return."""
+    exit_code = 1
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -201,20 +211,24 @@ def _run(main: Callable[[socket.socket], None], link: socket.socket, output: int
         isolation.set_dumpable(False)
         # Line buffering: a killed snippet still shows what it printed. A lone surrogate must not
         # fail.
-        sys.stdout, sys.stderr = _open_output(1), _open_output(2)
+        sys.stdout, sys.stderr = _open_output(1, "<stdout>"), _open_output(2, "<stderr>")
         _reseed()
         main(link)
+        exit_code = 0
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(0)
+        os._exit(exit_code)
 
 
-def _open_output(descriptor: int) -> io.TextIOWrapper:
+def _open_output(descriptor: int, name: str) -> io.TextIOWrapper:
     raw = io.FileIO(descriptor, "w", closefd=False)
-    return io.TextIOWrapper(
+    raw.name = name
+    stream = io.TextIOWrapper(
         io.BufferedWriter(raw), encoding="utf-8", errors="backslashreplace", line_buffering=True
     )
+    stream.mode = "w"  # type: ignore[misc]
+    return stream
 
 
 def _reseed() -> None:
@@ -226,7 +240,7 @@ def _reseed() -> None:
 
 
 CORES = "TREADLE_CORES"  # environment variable: how many cores the program was granted
-SNIPPET = "<code>"  # the file name of an agent's code in tracebacks
+SNIPPET = ".snippet.py"  # the file of an agent's code, in the folder where it runs
 
 
 def run_order(
@@ -238,7 +252,7 @@ def run_order(
     its memory or take its link. counted: whether a control group counts its memory.
     """
     # The first touch of a page after a fork copies it: some 90 that no caller waits for
-    run_snippet({"code": "None"})
+    _execute("None", SNIPPET, vars(Main(Source("None", Path.cwd() / SNIPPET))))
     if (received := messages.receive(link)) is None:
         return
     order, (body,) = received
@@ -270,7 +284,12 @@ def _answer(link: socket.socket, program: Callable[[], Outcome], *, fatal: bool 
         message = {"status": Status.OUT_OF_MEMORY, "error": "MemoryError"}
     except BaseException as error:  # noqa: BLE001 - what foreign code raises is the answer
         message = _encode(_report_error(error))
-    messages.send_answer(link, messages.LAST if fatal and failed else messages.ANSWER, message)
+    try:
+        messages.send_answer(link, messages.LAST if fatal and failed else messages.ANSWER, message)
+    except OSError:
+        # Foreign code has closed the link. Where it is well, the exit code of this process says so
+        if message["status"] != Status.OK:
+            raise
     return not failed
 
 
@@ -280,42 +299,189 @@ def _encode(outcome: Outcome) -> dict[str, Any]:
     return {**message, "data_json": "" if data is None else json.dumps(data, allow_nan=False)}
 
 
-def _report_error(error: BaseException) -> Outcome:
+def _report_error(error: BaseException, path: str = "") -> Outcome:
     """Print the traceback of foreign code to stderr, without our own frames; return an outcome with
-    its last line."""
+    its last line.
+
+    path: of the foreign code's file.
+    """
     tracing = error.__traceback__
-    while tracing is not None and tracing.tb_frame.f_code.co_filename != SNIPPET:
+    while tracing is not None and tracing.tb_frame.f_code.co_filename != path:
         tracing = tracing.tb_next
-    traceback.print_exception(type(error), error, tracing)
-    sys.stderr.flush()
+    error.__traceback__ = tracing
+    try:
+        getattr(sys, "excepthook", sys.__excepthook__)(type(error), error, tracing)
+    except BaseException:  # noqa: BLE001 - a hook of foreign code, or a stream that it closed
+        with contextlib.suppress(Exception):
+            sys.__excepthook__(type(error), error, tracing)
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
     last = traceback.format_exception_only(error)[-1].strip()
     return Outcome(status=Status.TOOL_ERROR, error=last[: messages.MOST_ERROR_CHARS])
 
 
+@dataclass(frozen=True)
+class Source:
+    """An agent's code, and its file, which is written when something needs it.
+
+    So the agent finds its own files alone in its folder. Processes that `multiprocessing` starts
+    anew import the file, and the interpreter itself shows its lines; tracebacks of the library,
+    `inspect` and `warnings` find the code in `linecache`.
+    """
+
+    code: str
+    path: Path
+
+    def write(self) -> None:
+        """Write the file, if it is not there yet."""
+        with (
+            contextlib.suppress(OSError),  # the agent has filled its disk
+            self.path.open("x", encoding="utf-8", errors="backslashreplace", newline="") as file,
+        ):
+            file.write(self.code)
+
+    def remove(self) -> None:
+        """Remove the file, if it was written."""
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+    def write_before(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a hook of the interpreter's that finds the file when it shows an error."""
+
+        def report(error: Any) -> None:
+            self.write()
+            hook(error)
+
+        return report
+
+
+class Main(ModuleType):
+    """The module `__main__` of an agent's code. Asking it for its file writes the file."""
+
+    __slots__ = ("_source",)
+
+    def __init__(self, source: Source) -> None:
+        super().__init__("__main__")
+        self._source, path = source, str(source.path)
+        loader = SourceFileLoader("__main__", path)
+        names = {"__builtins__": builtins, "__file__": path, "__cached__": None}
+        vars(self).update(names, __loader__=loader)
+        if sys.version_info < (3, 14):
+            vars(self)["__annotations__"] = {}
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__file__":
+            self._source.write()
+        return super().__getattribute__(name)
+
+
 def run_snippet(arguments: Mapping[str, Any]) -> Outcome:
-    """Run arguments["code"] as an interactive prompt does, and show a last expression; this is the
-    `python` tool."""
-    code = str(arguments["code"])
-    linecache.cache[SNIPPET] = (len(code), None, code.splitlines(keepends=True), SNIPPET)
-    namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
+    """Run arguments["code"] as `python file.py` does, and show a last expression as an interactive
+    prompt does; this is the `python` tool."""
+    code = str(arguments["code"]).removeprefix("\ufeff")  # a mark of Windows' editors
+    source, starter = Source(code, Path.cwd() / SNIPPET), os.getpid()
+    exit_code = 1
     try:
-        module = ast.parse(code, SNIPPET)
-        last = module.body.pop() if module.body and isinstance(module.body[-1], ast.Expr) else None
-        exec(compile(module, SNIPPET, "exec"), namespace)
-        if isinstance(last, ast.Expr):
-            value = eval(compile(ast.Expression(last.value), SNIPPET, "eval"), namespace)
-            if value is not None:
-                print(repr(value))
-    except MemoryError:
-        namespace.clear()
-        return Outcome(status=Status.OUT_OF_MEMORY, error="MemoryError")
+        _prepare_interpreter(source)
+        outcome, exit_code = _run_main(source)
+        if outcome.status != Status.OUT_OF_MEMORY:
+            _finish_main()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            # Foreign code may have closed it, or put anything in its place
+            with contextlib.suppress(Exception):
+                getattr(stream, "flush", int)()
+        return outcome
+    finally:
+        if os.getpid() != starter:
+            os._exit(exit_code)  # a fork of the agent's code, which has no answer to give
+        source.remove()
+
+
+def _prepare_interpreter(source: Source) -> None:
+    """Make this process look like one that `python` has started with a file."""
+    source.remove()  # of a snippet that was killed
+    if "__file__" in source.code:
+        source.write()
+    path, code = str(source.path), source.code
+    whole = code if code.endswith(("\n", "\r")) else f"{code}\n"
+    lines = io.StringIO(whole, newline=None).readlines()
+    linecache.cache[path] = (len(code), None, lines, path)
+    sys.argv[:], sys.orig_argv[:] = [""], [sys.executable]
+    sys.path.insert(0, "")  # the working folder
+    vars(sys).update(__stdout__=sys.stdout, __stderr__=sys.stderr)
+    threading.excepthook = source.write_before(threading.excepthook)
+    sys.unraisablehook = source.write_before(sys.unraisablehook)
+
+
+def _run_main(source: Source) -> tuple[Outcome, int]:
+    """Run a snippet up to its last statement, and print what Python prints about how it ended;
+    return the exit code too."""
+    sys.modules["__main__"] = main = Main(source)
+    try:
+        _execute(source.code, str(source.path), vars(main))
+    except MemoryError as error:
+        vars(main).clear()
+        traceback.clear_frames(error.__traceback__)
+        with contextlib.suppress(MemoryError):
+            source.write()
+            _report_error(error, str(source.path))
+        return Outcome(status=Status.OUT_OF_MEMORY, error="MemoryError"), 1
     except SystemExit as leaving:
-        if leaving.code in (None, 0):
-            return Outcome()
-        return Outcome(status=Status.TOOL_ERROR, error=f"SystemExit: {leaving.code}")
+        return _exit_with(leaving.code)
     except BaseException as error:  # noqa: BLE001 - what foreign code raises is the answer
-        return _report_error(error)
-    return Outcome()
+        source.write()
+        if isinstance(error, SyntaxError) and error.filename == str(source.path):
+            # The compiler looks for the line in the file, which was not there
+            error.text = error.text or linecache.getline(error.filename, error.lineno or 0)
+        return _report_error(error, str(source.path)), 1
+    return Outcome(), 0
+
+
+def _exit_with(code: object) -> tuple[Outcome, int]:
+    """Return the outcome and the exit code of a program that `sys.exit(code)` has ended; a code
+    that is no number is printed."""
+    if code is None:
+        return Outcome(), 0
+    if isinstance(code, int):
+        exit_code = code & 0xFF if code.bit_length() < LONG_BITS else 0xFF
+        why = str(exit_code)
+    else:
+        why, exit_code = "", 1
+        with contextlib.suppress(Exception):
+            why = str(code)
+        with contextlib.suppress(Exception):  # foreign code may have closed the stream
+            print(why, file=sys.stderr)
+    if exit_code == 0:
+        return Outcome(), 0
+    error = f"SystemExit: {why}"[: messages.MOST_ERROR_CHARS]
+    return Outcome(status=Status.TOOL_ERROR, error=error), exit_code
+
+
+def _finish_main() -> None:
+    """Do what the interpreter does at its end: wait for threads, call the functions of `atexit`,
+    and destroy the objects of `__main__`, which may print, or hold files that are not yet
+    written."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+    except BaseException as error:  # noqa: BLE001 - of a signal's handler; Python goes on too
+        _report_error(error)
+    atexit._run_exitfuncs()
+    main = sys.modules.pop("__main__", None)
+    held = weakref.ref(main) if isinstance(main, Main) else lambda: None
+    del main
+    gc.collect()
+    if (left := held()) is not None:
+        names = vars(left)
+        names.update(dict.fromkeys(name for name in names if name != "__builtins__"))
+
+
+def _execute(code: str, path: str, namespace: dict[str, Any]) -> None:
+    module = ast.parse(code, path)
+    last = module.body.pop() if module.body and isinstance(module.body[-1], ast.Expr) else None
+    shown = compile(ast.Expression(last.value), path, "eval") if isinstance(last, ast.Expr) else ""
+    exec(compile(module, path, "exec"), namespace)
+    if shown and (value := eval(shown, namespace)) is not None:
+        print(repr(value))
 
 
 class LinkedSandbox:

@@ -16,6 +16,7 @@ import os
 import platform
 import resource
 import signal
+import socket
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -62,6 +63,7 @@ OOM_SCORE = 500  # as if it held half of the machine's memory
 _SHM_INFO, _MSG_INFO, _SEM_INFO = 14, 12, 19
 _INFO_BYTES = 256  # more than any of their structures has
 
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _FS_IOC_GETFLAGS = 0x80086601
 _PR_GET_TIMERSLACK = 30
 _PR_SET_PDEATHSIG = 1
@@ -111,6 +113,7 @@ def _isolate(work_bytes: int) -> None:
         ("gid_map", f"{gid} {gid} 1"),
     ):
         _write(f"/proc/self/{name}", line)
+    _start_loopback()
     _mount("none", "/", "none", MS_REC | MS_PRIVATE)
     for folder in ("/tmp", "/dev/shm"):
         options = f"size={work_bytes},nr_inodes={WORK_FOLDER_INODES},mode=0700,uid={uid},gid={gid}"
@@ -138,6 +141,12 @@ def _isolate(work_bytes: int) -> None:
         _mount("tmpfs", "/proc", "tmpfs", flags | MS_RDONLY, "mode=0555")
     resource.setrlimit(resource.RLIMIT_SIGPENDING, (MOST_SIGNALS, MOST_SIGNALS))
     drop_privileges()
+
+
+def _start_loopback() -> None:
+    """Let programs in this network namespace reach each other; it has no other network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
 
 
 def drop_privileges() -> None:

@@ -16,6 +16,7 @@ import os
 import resource
 import shutil
 import signal
+import site
 import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from treadle_tools.sandbox.inside import isolation, messages
-from treadle_tools.sandbox.inside.child import Budget, Child, Event, run_order
+from treadle_tools.sandbox.inside.child import Budget, Child, Event, run_order, run_snippet
 from treadle_tools.sandbox.inside.content import Content
 from treadle_tools.tool import Limits, Status
 
@@ -65,6 +66,8 @@ class Worker:
         for name in config["preload"]:
             importlib.import_module(name)
         module, _, attribute = str(config["entry"]).partition(":")
+        for make in (site.setquit, site.setcopyright, site.sethelper):
+            make()  # `exit`, `help` and the like, which Python has unless it is started with -S
         program: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         gc.collect()
@@ -194,7 +197,8 @@ class Supervisor:
             return {"status": Status.CRASHED, "error": self._soiled, "soiled": True}
         if op == "call":
             self._finished = self._start(op, limits, body)
-            return _wait(self._finished, limits, printed, answer)
+            runs_code = self._worker.program is run_snippet
+            return _wait(self._finished, limits, printed, answer, runs_code=runs_code)
         if op == "open":
             self._environment = self._start(op, limits, body)
         elif self._environment is not None:
@@ -256,7 +260,7 @@ class Supervisor:
         try:
             child = self._start("python", limits, order)
             try:
-                ended = _wait(child, limits, printed, answer)
+                ended = _wait(child, limits, printed, answer, runs_code=True)
             finally:
                 child.kill()
             header = {**ended, "truncated": printed.cut, "most_output": limits.output_bytes}
@@ -286,13 +290,19 @@ class Supervisor:
             _end(others)
 
 
-def _wait(child: Child, limits: Limits, printed: Content, answer: Content) -> dict[str, Any]:
+def _wait(
+    child: Child, limits: Limits, printed: Content, answer: Content, *, runs_code: bool
+) -> dict[str, Any]:
     """Wait for the one answer of a child, which the caller kills afterwards.
 
+    runs_code: the child runs an agent's program, which may end itself, or become another program.
     Returns how the child ended, where it sent none.
     """
     try:
-        return _ending(child.next_event(time.monotonic() + limits.wall_s, printed, answer), limits)
+        event = child.next_event(time.monotonic() + limits.wall_s, printed, answer)
+        if runs_code and event.wait_status == 0:
+            return {"status": Status.OK, "error": ""}
+        return _ending(event, limits)
     except messages.FrameError as error:
         return {"status": Status.CRASHED, "error": f"{messages.NOT_VALID}: {error}"}
 
