@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from treadle_tools.remote.declarations import Judge
+from treadle_tools.remote import Judge
 from treadle_tools.replies import Reply
 from treadle_tools.rewards.judges import NoScore, chat_request, read_answer, read_score
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.remote import HttpFunction, Judge
 from treadle_tools.remote.functions import Caller, CallFailed
 from treadle_tools.remote.gpus import Round, Rounds
 from treadle_tools.replies import BadReply, Reply, read_json
