@@ -25,8 +25,7 @@ from treadle.tools.v1.rewards_pb2 import REWARD_STATE_DONE as DONE
 from treadle.tools.v1.rewards_pb2 import REWARD_STATE_FAILED as FAILED
 from treadle_core.tools.dispatcher import Dispatcher, Resources
 from treadle_tools.actions import ActionScheduler
-from treadle_tools.remote import functions
-from treadle_tools.remote.declarations import HttpFunction
+from treadle_tools.remote import HttpFunction, functions
 from treadle_tools.remote.functions import Caller
 
 OK, ERROR, TIMED_OUT = (

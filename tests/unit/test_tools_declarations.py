@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from treadle_core.tools.providers import BreakerRule, Provider, Quota
-from treadle_tools.remote.declarations import (
+from treadle_tools.remote import (
     DeclarationError,
     HttpFunction,
     Judge,

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from treadle_tools.remote.declarations import Judge
+from treadle_tools.remote import Judge
 from treadle_tools.replies import Reply
 from treadle_tools.rewards.judges import NoScore, chat_request, read_answer, read_score
 
@@ -43,6 +43,7 @@ def test_arguments_stand_where_they_are_named_and_are_no_templates_themselves() 
         ("I would first say score 1, but on reflection:\nSCORE = 2", 0.25),
         ("score: 4.0 of 5", 0.75),
         ("Score - 4", 0.75),
+        ("<think>Score: 1?</think>Score: 5", 1.0),
     ],
 )
 def test_the_last_score_counts(text: str, score: float) -> None:
@@ -50,7 +51,8 @@ def test_the_last_score_counts(text: str, score: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "no idea", "Score: 0", "Score: 6", "Score: -1", "Score: many"]
+    "text",
+    ["", "no idea", "Score: 0", "Score: 6", "Score: -1", "Score: many", "<think>Score: 5, as it"],
 )
 def test_what_is_no_score_in_range_is_none(text: str) -> None:
     with pytest.raises(NoScore):

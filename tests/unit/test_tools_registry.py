@@ -8,7 +8,7 @@ import pytest
 from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_tools.builtin import FROZEN_LAKE, PYTHON, REASONING_GYM, TOOLS
 from treadle_tools.registry import RegistrationError, Registry, load_registry
-from treadle_tools.remote.declarations import Judge
+from treadle_tools.remote import Judge
 from treadle_tools.tool import Limits, Tool
 
 JUDGE = Judge(name="j", prompt="$answer", endpoints=("http://judge:30000",))

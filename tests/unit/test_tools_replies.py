@@ -20,7 +20,7 @@ from treadle_tools.replies import (
     result_of,
     result_of_function,
 )
-from treadle_tools.rewards.builtin import PYTHON_TESTS
+from treadle_tools.rewards import PYTHON_TESTS
 from treadle_tools.tool import Kind, Result, Status, Tool
 
 OUTPUT_BYTES = 1000

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from treadle_runtime.config import Settings
 
 from treadle_tools.builtin import TOOLS
-from treadle_tools.rewards.builtin import REWARDS
+from treadle_tools.rewards import REWARDS
 from treadle_tools.tool import Tool
 
 

@@ -17,7 +17,7 @@ from treadle_core.tools.action import InvalidActionError
 from treadle_runtime.errors import InvalidArgument, NotFound
 from treadle_runtime.fields import identifier
 
-from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.remote import HttpFunction, Judge
 from treadle_tools.resources import check_scaling
 from treadle_tools.tool import Kind, Result, Tool
 

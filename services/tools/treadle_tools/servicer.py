@@ -27,7 +27,7 @@ from treadle_tools import convert
 from treadle_tools.actions import Actions, Background
 from treadle_tools.backends import Backends
 from treadle_tools.registry import Registry, refuse_invalid
-from treadle_tools.remote.declarations import HttpFunction
+from treadle_tools.remote import HttpFunction
 from treadle_tools.remote.functions import FunctionTools
 from treadle_tools.rewards.pool import RewardPool
 from treadle_tools.rewards.reward import DEFAULT_JOB, Reward

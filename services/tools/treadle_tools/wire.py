@@ -26,7 +26,7 @@ from treadle_tools.config import ToolsSettings
 from treadle_tools.convert import FactPublisher
 from treadle_tools.metrics import Meters
 from treadle_tools.registry import RegistrationError, load_registry
-from treadle_tools.remote.declarations import (
+from treadle_tools.remote import (
     DeclarationError,
     Declarations,
     Judge,

@@ -31,7 +31,7 @@ from treadle_runtime.errors import Unavailable
 
 from treadle_tools.actions import ActionScheduler, Facts
 from treadle_tools.metrics import Meters
-from treadle_tools.remote.declarations import HttpFunction
+from treadle_tools.remote import HttpFunction
 from treadle_tools.replies import Reply, result_of_function
 from treadle_tools.resources import UNORDERED, RecentMeans
 from treadle_tools.tool import Kind, Limits, Result, Status, Tool

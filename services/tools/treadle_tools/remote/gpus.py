@@ -41,7 +41,7 @@ from treadle_runtime.http.sglang import (
 )
 
 from treadle_tools.actions import ActionScheduler, Background, RunningAction
-from treadle_tools.remote.declarations import Declarations, GpuService, Server
+from treadle_tools.remote import Declarations, GpuService, Server
 from treadle_tools.resources import UNORDERED, RecentMeans
 
 BUCKET = "treadle-tools-gpus"

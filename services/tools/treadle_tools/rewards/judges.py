@@ -16,10 +16,11 @@ from typing import Any
 
 from treadle_runtime.errors import Unavailable
 
-from treadle_tools.remote.declarations import HttpFunction, Judge
+from treadle_tools.remote import HttpFunction, Judge
 from treadle_tools.remote.functions import Caller, CallFailed
 from treadle_tools.remote.gpus import Round, Rounds
 from treadle_tools.replies import BadReply, Reply, read_json
+from treadle_tools.rewards import remove_reasoning
 from treadle_tools.tool import Result, Status
 
 CHAT_PATH = "/v1/chat/completions"
@@ -168,8 +169,8 @@ def read_answer(reply: Reply) -> str:
 
 
 def read_score(judge: Judge, text: str) -> float:
-    """Return the last score in `text`, from 0 to 1. Raises NoScore."""
-    if not (found := list(re.finditer(judge.score, text))):
+    """Return the last score in `text` behind its reasoning, from 0 to 1. Raises NoScore."""
+    if not (found := list(re.finditer(judge.score, remove_reasoning(text)))):
         raise NoScore(f"the judge gave no score: {text[-QUOTED_CHARS:]!r}")
     try:
         value = float(found[-1][1])

@@ -40,7 +40,7 @@ from treadle_runtime.errors import (
 )
 from treadle_runtime.fields import like
 
-from treadle_tools.remote.declarations import HttpFunction
+from treadle_tools.remote import HttpFunction
 from treadle_tools.replies import MOST_ERROR_BYTES, cut
 from treadle_tools.resources import RecentMeans
 from treadle_tools.rewards.reward import Reward, RewardJournal, RewardTable, State
