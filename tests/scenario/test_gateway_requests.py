@@ -5,7 +5,6 @@ import asyncio
 import json
 import signal
 from collections.abc import AsyncIterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +71,13 @@ async def test_the_text_of_a_stream_grows_by_whole_characters_and_is_decoded_onc
         sampling = {"max_new_tokens": 1000, "skip_special_tokens": False}
         events = await stream(door, "/generate", ask(sampling_params=sampling))
         texts = [event["text"] for event in events]
-        assert len(texts) > 50 and texts[-1] == TEXT
-        assert all(later.startswith(text) for text, later in pairwise(texts))
+        assert len(texts) > 50 and "".join(texts) == TEXT
         assert not any("\ufffd" in text for text in texts)
-        assert events[-1]["output_ids"] == [*sampled, END_TOKEN]
+        assert [token for event in events for token in event["output_ids"]] == [*sampled, END_TOKEN]
         assert decoded < 20 * len(sampled)
         copies = await stream(door, "/generate", ask(sampling_params=sampling | {"n": 2}))
-        assert {event["index"]: event["text"] for event in copies} == {0: TEXT, 1: TEXT}
+        for at in (0, 1):
+            assert "".join(event["text"] for event in copies if event["index"] == at) == TEXT
         body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1000}
         pieces = [
             event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)
@@ -101,7 +100,7 @@ async def test_a_stream_never_sends_a_part_of_a_stop_string(door: FrontDoor) -> 
     texts = [
         event["text"] for event in await stream(door, "/generate", ask(sampling_params=sampling))
     ]
-    assert texts[-1] == "one " and all("one ".startswith(text) for text in texts)
+    assert "".join(texts) == "one "
 
 
 async def test_a_stream_with_tools_has_the_reasoning_of_the_whole_answer(door: FrontDoor) -> None:
@@ -191,6 +190,27 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", ask(rid=[5]), "rid"),
     ("/generate", ask(rid={"a": 1}, return_routed_experts=True), "rid"),
     ("/generate", ask(rid=[5], return_routed_experts=True), "rid"),
+    # Lists for several prompts, of which SGLang reads others as they come, or dies.
+    *(("/generate", ask(**{name: [1]}), name) for name in ("top_logprobs_num", "return_logprob")),
+    *(("/generate", ask(**{name: ["a"]}), name) for name in ("rid", "cache_salt", "extra_key")),
+    *(
+        ("/generate", ask([PROMPT, PROMPT], **{name: value}), name)
+        for name, value in (
+            *(("return_logprob", []), ("logprob_start_len", [0]), ("top_logprobs_num", [0] * 3)),
+            *(("token_ids_logprob", [[5]]), ("rid", ["a", "a"]), ("cache_salt", ["a"])),
+            ("sampling_params", [{"n": 2}, {"n": 1}]),
+        )
+    ),
+    ("/generate", {"input_ids": PROMPT, "text": "a"}, "text"),
+    ("/generate", {"text": ["a", ""]}, "text[1]"),
+    ("/generate", ask(sampling_params={"stop_regex": "("}), "stop_regex"),
+    ("/generate", ask(sampling_params={"max_new_tokens": 10**6}), "max_new_tokens"),
+    ("/generate", ask([5, 1_000_000]), "input_ids"),
+    ("/generate", ask(custom_labels={"a": "b"}), "custom_labels"),
+    ("/v1/completions", {"prompt": PROMPT, "seed": []}, "seed"),
+    ("/inference/v1/generate", {"token_ids": [5, 1_000_000]}, "token_ids"),
+    ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ("/detokenize", {"tokens": [[5], [2**63]]}, "tokens"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"stop": 5}}, "stop"),
     (
         "/inference/v1/generate",
@@ -327,7 +347,7 @@ async def test_what_would_end_an_engine_is_refused_before_it_is_forwarded(tmp_pa
             {"messages": [{"role": "user", "content": "a"}], "input_ids": beyond, **penalty},
             "input_ids",
         ),
-        ("/inference/v1/generate", {"token_ids": beyond, "sampling_params": penalty}, "input_ids"),
+        ("/inference/v1/generate", {"token_ids": beyond, "sampling_params": penalty}, "token_ids"),
     ]
     forwarded: list[dict[str, Any]] = []
 

@@ -26,7 +26,7 @@ from treadle_runtime.http.sglang import EngineClient
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.mesh import KnownEngine, MeshLink
-from treadle_gateway.order import Refused, read_body
+from treadle_gateway.order import Count, Fields, Refused, read_body
 from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
@@ -42,6 +42,12 @@ PASSED_ON |= {
     "freeze_gc",
     "tokenize",
 }
+
+
+class TokenizeFields(Fields):
+    """Fields of SGLang's /tokenize and /detokenize."""
+
+    tokens: list[Count] | list[list[Count]] | None = None
 
 
 class Control:
@@ -234,6 +240,7 @@ class Control:
         """Forward to an engine: POST /tokenize, /detokenize. vLLM's clients name a text
         `prompt`."""
         path, body = request.url.path, await _body(request)
+        TokenizeFields.check(body)
         answer: Any = await self._engines.ask_any(lambda client: client.ask("POST", path, body))
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
 
