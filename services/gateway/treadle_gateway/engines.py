@@ -36,7 +36,16 @@ from treadle_runtime.http.sglang import (
 )
 
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Bounds, Ended, Finish, Order, Refused, Tokens, run_unless_gone
+from treadle_gateway.order import (
+    NOT_FORWARDED,
+    Bounds,
+    Ended,
+    Finish,
+    Order,
+    Refused,
+    Tokens,
+    run_unless_gone,
+)
 
 log = structlog.get_logger()
 
@@ -242,6 +251,9 @@ class Proxy:
     async def forward(self, request: Request, body: dict[str, Any], session: str) -> Response:
         """Return the engine's answer. Raises Refused where no engine answers, where it would not
         survive the request, or where one ended during it; CallerGone."""
+        # What requests nothing is left out: an engine may take it for a value.
+        unset = {name for name in NOT_FORWARDED if body.get(name) is None or body[name] is False}
+        body = {name: value for name, value in body.items() if name not in unset}
         rids = _rids(body)
         path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
         path += f"?{request.url.query}" if request.url.query else ""

@@ -93,16 +93,26 @@ class SamplingFields(Fields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]+$")], Weight] | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str, Field(min_length=1)] | list[str] | None = None
     stop_regex: re.Pattern[str] | list[re.Pattern[str]] | None = None
     stop_token_ids: list[Count] | None = None
     regex: str | None = None
     ebnf: str | None = None
     stream_interval: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
     custom_params: dict[str, Any] | None = None
+    watermark: dict[str, Any] | None = None
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
     sampling_seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], where: str = "") -> None:
+        super().check(given, where)
+        for least in ("min_new_tokens", "min_tokens"):
+            for most in ("max_new_tokens", "max_completion_tokens", "max_tokens"):
+                if (given.get(least) or 0) > (given.get(most) or HIGHEST_ID):
+                    raise Refused(f"{where}{least}: must be {most} at most, is {given[least]}")
 
 
 @dataclass(frozen=True)
@@ -228,7 +238,7 @@ class Bounds:
     def require_forwardable(self, body: Mapping[str, Any]) -> None:
         """Raise Refused for a request in one of SGLang's forms that its own checks let through and
         that would end the engine, or bring an answer that nobody means."""
-        if denied := sorted(name for name in NOT_FORWARDED if body.get(name) not in (None, False)):
+        if denied := sorted(NOT_FORWARDED & body.keys()):
             raise Refused(f"{', '.join(denied)}: not for callers of the mesh; leave it out")
         for name in ("text", "prompt"):
             given = body.get(name)

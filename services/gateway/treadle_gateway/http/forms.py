@@ -20,13 +20,15 @@ from treadle_gateway.order import Order, Output, Refused
 
 @dataclass(frozen=True)
 class Ask:
-    """Contents of a request. prompts: token ids of each. copies: answers to each prompt. logprobs:
+    """Contents of a request. prompts: token ids of each. prompt_fields: where the caller wrote each
+    of them. copies: answers to each prompt. logprobs:
     whether answers have them. ids: whether they have token ids. tools: of a chat, which its answer
     may call."""
 
     model: str
     session: str
     prompts: list[list[int]]
+    prompt_fields: list[str]
     copies: int
     sampling: Sampling
     logprobs: bool

@@ -105,6 +105,7 @@ class GenerateFields(Fields):
     max_thinking_tokens: Count | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
+    watermark: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
 
 class GenerateSampling(SamplingFields):
