@@ -16,6 +16,7 @@ from support.fake_chat import teach_chat, tokens_of, write_tokenizer
 from support.fake_sglang import END_TOKEN, FakeSglang, expected
 from support.gateway import FrontDoor, front_door
 from support.scheduler import scheduler_client
+from treadle.client import CALL_TOKENS
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle_cli.mesh.processes import is_free
 from treadle_gateway.text import TextModel
@@ -191,10 +192,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", ask(rid={"a": 1}, return_routed_experts=True), "rid"),
     ("/generate", ask(rid=[5], return_routed_experts=True), "rid"),
     # Lists for several prompts, of which SGLang reads others as they come, or dies.
-    *(("/generate", ask(**{name: [1]}), name) for name in ("top_logprobs_num", "return_logprob")),
-    *(("/generate", ask(**{name: ["a"]}), name) for name in ("rid", "cache_salt", "extra_key")),
+    *(("/generate", ask() | {name: [1]}, name) for name in ("top_logprobs_num", "return_logprob")),
+    *(("/generate", ask() | {name: ["a"]}, name) for name in ("rid", "cache_salt", "extra_key")),
     *(
-        ("/generate", ask([PROMPT, PROMPT], **{name: value}), name)
+        ("/generate", ask() | {"input_ids": [PROMPT, PROMPT], name: value}, name)
         for name, value in (
             *(("return_logprob", []), ("logprob_start_len", [0]), ("top_logprobs_num", [0] * 3)),
             *(("token_ids_logprob", [[5]]), ("rid", ["a", "a"]), ("cache_salt", ["a"])),
@@ -207,7 +208,27 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/generate", ask(sampling_params={"max_new_tokens": 10**6}), "max_new_tokens"),
     ("/generate", ask([5, 1_000_000]), "input_ids"),
     ("/generate", ask(custom_labels={"a": "b"}), "custom_labels"),
+    ("/generate", ask(positional_embed_overrides=0), "positional_embed_overrides"),
+    ("/generate", ask(watermark=[]), "watermark"),
+    ("/pause_generation", {"mode": ["a"]}, "mode"),
     ("/v1/completions", {"prompt": PROMPT, "seed": []}, "seed"),
+    ("/v1/completions", {"prompt": PROMPT, "ignore_eos": "maybe"}, "ignore_eos"),
+    ("/v1/completions", {"prompt": PROMPT, "stop": ""}, "stop"),
+    ("/v1/completions", {"prompt": PROMPT, "max_tokens": 10**6}, "max_tokens"),
+    ("/v1/completions", {"prompt": [PROMPT, [-1]]}, "prompt[1]"),
+    ("/v1/completions", {"prompt": PROMPT, "min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+    ("/v1/chat/completions", {"messages": 5}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 10**6},
+        "max_completion_tokens",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "input_ids": []},
+        "input_ids",
+    ),
+    ("/v1/responses", {"input": [{"type": "reasoning"}]}, "input"),
     ("/inference/v1/generate", {"token_ids": [5, 1_000_000]}, "token_ids"),
     ("/detokenize", {"tokens": [-1]}, "tokens"),
     ("/detokenize", {"tokens": [[5], [2**63]]}, "tokens"),
@@ -250,6 +271,35 @@ async def test_values_of_the_wrong_kind_are_refused_and_the_field_named(door: Fr
         assert response.status == 400, (path, body, text)
         assert field in json.loads(text)["error"]["message"]
     assert (await door.post("/abort_request", {"rid": "nobody"}))["aborted"] == 0
+
+
+async def test_tokens_are_limited_as_the_servers_of_each_form_limit_them(door: FrontDoor) -> None:
+    longest = (await door.get("/v1/models"))["data"][0]["max_model_len"]
+    room = longest - len(PROMPT)
+    assert room > CALL_TOKENS
+    for path, body, limit in (
+        ("/v1/completions", {"prompt": PROMPT}, 16),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": None}, 16),
+        ("/generate", {"input_ids": PROMPT}, 128),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": None}}, room),
+        ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": {}}, room),
+        (
+            "/inference/v1/generate",
+            {"token_ids": PROMPT, "sampling_params": {"max_tokens": longest}},
+            room,
+        ),
+    ):
+        for engine in door.engines.values():
+            engine.requests.clear()
+            engine.script = [1]
+        await door.post(path, body)
+        sent = [each for engine in door.engines.values() for each in engine.requests]
+        params = [each["sampling_params"] for each in sent if each["input_ids"] == PROMPT]
+        # The mesh asks an engine for so many tokens at a time.
+        assert [each["max_new_tokens"] for each in params] == [min(limit, CALL_TOKENS)], (
+            path,
+            body,
+        )
 
 
 @pytest.mark.parametrize(

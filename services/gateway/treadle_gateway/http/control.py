@@ -65,7 +65,7 @@ class Control:
     async def pause(self, request: Request) -> Response:
         """Pause the engines: POST /pause_generation, /pause?mode=."""
         mode = request.query_params.get("mode") or (await _body(request)).get("mode") or "abort"
-        if mode not in ENDS_STEPS:
+        if not isinstance(mode, str) or mode not in ENDS_STEPS:
             raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r}")
         engines = self._scope(request)
         self._updates.forget_failed(engines)
@@ -120,7 +120,9 @@ class Control:
         folder = body.get("weight_dir")
         path = body.get("model_path") or folder
         if not isinstance(path, str) or not path:
-            raise Refused("model_path: must be a folder or file that the engines can read")
+            raise Refused(
+                "model_path, weight_dir: must be a folder or file that the engines can read"
+            )
         version = body.get("weight_version") or (PurePosixPath(path).name if folder else None)
         engines = self._scope(request)
 

@@ -98,6 +98,7 @@ CHAT |= {
 COMPLETION = SHARED | {"prompt"}
 FREE_TOOL_CHOICES = (None, "auto", "none")  # others restrict the engine's sampling by a grammar
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_tokens": 0, "top_logprobs": 0, "best_of": 1}
+NOTHING_IF_EMPTY = ("logit_bias", "stop_regex", "custom_params")
 TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
 REMEMBERED_RESPONSES = 2_000
 COMPLETION_TOKENS = 16  # OpenAI's and SGLang's default
@@ -184,7 +185,7 @@ def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
     for name, value in body.items():
         neutral = name in NEUTRAL and value == NEUTRAL[name]
         nothing = value is None or value is False or neutral
-        nothing = nothing or (value in ([], {}) and name in ChatFields.model_fields)
+        nothing = nothing or (value in ([], {}) and name in NOTHING_IF_EMPTY)
         if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
             return False
     free = body.get("tool_choice") in FREE_TOOL_CHOICES

@@ -63,8 +63,10 @@ CARRIED = frozenset(
 MEDIA = ("image_data", "video_data", "audio_data")
 # Values that request nothing.
 NOTHING: Mapping[str, tuple[object, ...]] = {
-    "logprob_start_len": (-1,),
+    "logprob_start_len": (-1, 0),
     "routed_experts_start_len": (0,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
 }
 SAMPLED = {field.sglang_name: name for name, field in SAMPLING.items()}
 # fields for how text is made
@@ -153,7 +155,7 @@ def carries(body: Mapping[str, Any]) -> bool:
     """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         nothing = value is None or value is False or value in NOTHING.get(name, ())
-        empty = not value and (name in MEDIA or name in GenerateFields.model_fields)
+        empty = not value and name in MEDIA
         if name not in CARRIED and not nothing and not empty:
             return False
     # Logprobs from token 0 on are those of the whole prompt.

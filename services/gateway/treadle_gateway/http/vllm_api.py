@@ -243,8 +243,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
             "sampling_params.logprobs: must be 0 or 1, as only sampled tokens have theirs", 501
         )
     most, top_k = given.get("max_tokens"), given.get("top_k")
-    if most is None:
-        most = room
+    most = room if most is None else min(most, room)  # as vLLM does, where SGLang refuses
     fields = {name: given[name] for name in SAMPLED if given.get(name) is not None}
     return Sampling(
         max_new_tokens=most,
