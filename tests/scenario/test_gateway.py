@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.conditions import until, until_said
-from support.fake_sglang import expected
+from support.fake_sglang import FakeSglang, expected
 from support.gateway import FrontDoor, front_door
 from support.scheduler import scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -101,11 +101,29 @@ async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another
     assert found[0] == found[1] not in ("", closed)
 
 
-async def test_a_stream_and_a_batch_bring_the_same_tokens(door: FrontDoor) -> None:
-    async with door.http.post(f"{door.url}/generate", json=ask(PROMPT, stream=True)) as response:
-        lines = [line async for line in response.content if line.startswith(b"data: ")]
-    assert lines[-1] == b"data: [DONE]\n"
-    assert json.loads(lines[-2][6:])["output_ids"] == expected(PROMPT, 12)
+@pytest.mark.parametrize("incremental", [True, False])
+async def test_a_stream_has_the_form_of_the_engines_own_whichever_way_it_takes(
+    tmp_path: Path, incremental: bool
+) -> None:
+    def teach(engine: FakeSglang) -> None:
+        engine.incremental = engine.arguments["incremental_streaming_output"] = incremental
+
+    async with front_door(tmp_path, teach=teach) as door:
+        for more in ({}, {"return_entropy": True}):  # the mesh does not carry it
+            body = ask(PROMPT, stream=True, return_logprob=True, **more)
+            async with door.http.post(f"{door.url}/generate", json=body) as response:
+                lines = [line async for line in response.content if line.startswith(b"data: ")]
+            assert lines.pop() == b"data: [DONE]\n"
+            tokens, logprobs = list[int](), list[Any]()
+            for event in (json.loads(line[6:]) for line in lines):
+                new, entries = event["output_ids"], event["meta_info"]["output_token_logprobs"]
+                tokens = tokens + new if incremental else new
+                logprobs = logprobs + entries if incremental else entries
+                assert len(tokens) == len(logprobs) == event["meta_info"]["completion_tokens"]
+            assert tokens == expected(PROMPT, 12)
+
+
+async def test_a_batch_brings_the_tokens_of_each_prompt(door: FrontDoor) -> None:
     batch = await door.post("/generate", ask(PROMPT) | {"input_ids": [PROMPT, [3, 4, 5]]})
     assert [each["output_ids"] for each in batch] == [expected(PROMPT, 12), expected([3, 4, 5], 12)]
 
@@ -115,13 +133,14 @@ async def test_a_request_is_aborted_by_its_rid_and_keeps_its_tokens(tmp_path: Pa
     async with front_door(tmp_path, token_s=0.02) as door:
         body = ask(PROMPT, rid="mine", sampling_params=long, stream=True)
         async with door.http.post(f"{door.url}/generate", json=body) as response:
-            await response.content.readline()  # the gateway has a token
+            first = await response.content.readline()  # the gateway has a token
             assert (await door.post("/abort_request", {"rid": "mine"}))["aborted"] == 1
-            lines = [line async for line in response.content if line.startswith(b"data: {")]
-        answer = json.loads(lines[-1][6:])
-        assert answer["meta_info"]["finish_reason"] == {"type": "abort"}
-        assert 0 < len(answer["output_ids"]) < 400
-        assert answer["output_ids"] == expected(PROMPT, len(answer["output_ids"]))
+            later = [line async for line in response.content if line.startswith(b"data: {")]
+        events = [json.loads(line[6:]) for line in (first, *later)]
+        assert events[-1]["meta_info"]["finish_reason"] == {"type": "abort"}
+        tokens = [token for event in events for token in event["output_ids"]]
+        assert 0 < len(tokens) < 400
+        assert tokens == expected(PROMPT, len(tokens))
         await until(lambda: not any(engine.running for engine in door.engines.values()))
 
 
@@ -190,7 +209,7 @@ async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: 
         ({"sampling_params": GREEDY}, "input_ids"),
         ({"input_ids": [], "sampling_params": GREEDY}, "input_ids"),
         ({"input_ids": ["a"], "sampling_params": GREEDY}, "input_ids"),
-        (ask(PROMPT) | {"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+        (ask(PROMPT) | {"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
         (ask(PROMPT) | {"sampling_params": {"top_p": 2.0}}, "top_p"),
     ],
 )

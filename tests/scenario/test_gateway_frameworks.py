@@ -392,6 +392,18 @@ async def test_skyrl_gets_the_experts_of_each_token_and_layer(door: FrontDoor) -
     )
 
 
+async def test_skyrl_is_refused_before_an_engine_generates_that_returns_no_experts(
+    door: FrontDoor,
+) -> None:
+    for engine in door.engines.values():
+        engine.arguments["enable_return_routed_experts"] = False
+        engine.requests.clear()
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
+    answer = await door.post("/skyrl/v1/generate", body, status=501)
+    assert "--enable-return-routed-experts" in answer["error"]["message"]
+    assert not any(5 in each["input_ids"] for e in door.engines.values() for each in e.requests)
+
+
 async def test_a_token_request_that_cannot_be_served_as_it_is_says_why(door: FrontDoor) -> None:
     for body, status, said in REFUSED:
         answer = await door.post("/inference/v1/generate", body, status=status)

@@ -66,6 +66,7 @@ class FakeSglang:
             if says_incremental is None
             else says_incremental,
             "disaggregation_mode": "null",
+            "enable_return_routed_experts": True,
         }
         self.middlewares: list[Any] = []  # of aiohttp
         self.text_of: Callable[[list[int]], str] = text_of

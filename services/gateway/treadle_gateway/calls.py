@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 import treadle
+from treadle.generation import CONTEXT_TOO_LONG
 from treadle_runtime.http.sglang import EngineLost
 
 from treadle_gateway.engines import Engines
@@ -134,7 +135,7 @@ class Calls:
                     return
                 if isinstance(event, treadle.TreadleError):
                     if event.refused and event.reason != CLOSED:
-                        raise Refused(str(event))
+                        raise _refusal(event, order)
                     log.warning(
                         "the mesh could not run a step: an engine is asked", error=str(event)
                     )
@@ -212,6 +213,7 @@ class Calls:
                 order.prompt + output.token_ids,
                 replace(sampling, max_new_tokens=left),
                 rid,
+                order.prompt_field,
             )
             try:
                 async with aclosing(self._engines.generate(rest)) as events:
@@ -238,6 +240,22 @@ class Calls:
                 # the engine may still run the request whose stream broke
                 rid = f"{uuid.uuid4().hex}_{order.rid}"
                 await asyncio.sleep(RETRY_S)
+
+
+def _refusal(error: treadle.TreadleError, order: Order) -> Refused:
+    """Return a refusal of the mesh with the caller's name for the prompt."""
+    found = [(each.field, each.description) for each in error.field_violations]
+    if error.reason == CONTEXT_TOO_LONG:
+        said = f"{error.message}: longer than the maximum context length; shorten the prompt"
+        return Refused(f"{order.prompt_field}: {said}", code="context_length_exceeded")
+    if not found:
+        return Refused(str(error))
+    return Refused(
+        "; ".join(
+            f"{order.prompt_field if name.startswith('prompt') else name}: {description}"
+            for name, description in found
+        )
+    )
 
 
 async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], call: _Running) -> None:

@@ -36,7 +36,16 @@ from treadle_runtime.http.sglang import (
 )
 
 from treadle_gateway.mesh import MeshLink
-from treadle_gateway.order import Bounds, Ended, Finish, Order, Refused, Tokens, run_unless_gone
+from treadle_gateway.order import (
+    NOT_FORWARDED,
+    Bounds,
+    Ended,
+    Finish,
+    Order,
+    Refused,
+    Tokens,
+    run_unless_gone,
+)
 
 log = structlog.get_logger()
 
@@ -44,7 +53,14 @@ log = structlog.get_logger()
 # context.
 LIMITS = Limits(connect_s=10.0, answer_s=600.0, silence_s=600.0)
 LOOK = Limits(connect_s=2.0, answer_s=2.0)  # whether an engine is there at all
+NO_EXPERTS = (
+    "routed_experts: the engines tell none that fit this model; start SGLang with "
+    "--enable-return-routed-experts, and set TREADLE_GATEWAY_TOKENIZER to the model's folder"
+)
+# Fields that an engine compiles into a grammar; SGLang's errors do not name them.
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "tools")
 REMEMBERED_SESSIONS = 100_000
+UNREACHABLE_S = 60.0  # so long streams do not wait for engines that the gateway cannot reach
 AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
 REMEMBERED_ENDINGS = 10_000
 AGAIN_S = 1.0  # an engine forgets the abort of a request that it does not have yet
@@ -61,6 +77,7 @@ class Engines:
         self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._bounds: dict[str, Bounds] = {}  # by URL, since the engine answered last
+        self._unreachable_until_s = 0.0
         self._session = open_session()
 
     async def close(self) -> None:
@@ -113,9 +130,25 @@ class Engines:
         if found is None:
             async with self.calling(url) as engine:
                 server, _, vocab_size = await engine.describe()
-            found = Bounds(vocab_size, bool(server.get("enable_deterministic_inference")))
+            found = Bounds(
+                vocab_size,
+                deterministic=bool(server.get("enable_deterministic_inference")),
+                incremental=bool(server.get("incremental_streaming_output")),
+                experts=bool(server.get("enable_return_routed_experts")),
+            )
             self._bounds[url] = found
         return found
+
+    async def are_incremental(self) -> bool:
+        """Return whether an event of the engines' own streams has the new tokens alone; False, as
+        by SGLang's default, where no engine answers the gateway."""
+        if time.monotonic() < self._unreachable_until_s:
+            return False
+        try:
+            return (await self.bounds(self.choose(""))).incremental
+        except (EngineLost, Refused):
+            self._unreachable_until_s = time.monotonic() + UNREACHABLE_S  # each try may take long
+            return False
 
     async def is_gone(self, url: str) -> bool:
         """Return whether nothing listens at an engine's URL any more."""
@@ -223,6 +256,9 @@ class Proxy:
     async def forward(self, request: Request, body: dict[str, Any], session: str) -> Response:
         """Return the engine's answer. Raises Refused where no engine answers, where it would not
         survive the request, or where one ended during it; CallerGone."""
+        # What requests nothing is left out: an engine may take it for a value.
+        unset = {name for name in NOT_FORWARDED if body.get(name) is None or body[name] is False}
+        body = {name: value for name, value in body.items() if name not in unset}
         rids = _rids(body)
         path = request.url.path.removeprefix(f"/engines/{request.path_params.get('engine_id')}")
         path += f"?{request.url.query}" if request.url.query else ""
@@ -237,7 +273,16 @@ class Proxy:
                 kind = response.headers.get("content-type")
                 return _Relay(response.content.iter_any(), response.status, kind, stack.pop_all())
 
-        return await run_unless_gone(request, self._send(attempt))
+        try:
+            return await run_unless_gone(request, self._send(attempt))
+        except Refused as refusal:
+            if "rammar" not in str(refusal):
+                raise
+            raise Refused(f"{_grammars(body)}: {refusal}") from refusal
+
+    async def are_incremental(self) -> bool:
+        """Return whether an event of the engines' own streams has the new tokens alone."""
+        return await self._engines.are_incremental()
 
     async def ask(self, order: Order, body: Mapping[str, Any]) -> Any:
         """Return an engine's answer to SGLang's /generate with the order's rid. Raises Refused."""
@@ -245,11 +290,13 @@ class Proxy:
         sent = {**body, "rid": order.rid}
 
         async def attempt() -> Any:
-            async with (
-                self._admit(order.session, [order.rid]) as url,
-                self._send_to(url, sent) as engine,
-            ):
-                return await engine.generate_whole(sent)
+            async with self._admit(order.session, [order.rid]) as url:
+                bounds = await self._engines.bounds(url)
+                bounds.require_order(order)
+                if body.get("return_routed_experts") and not bounds.experts:
+                    raise Refused(NO_EXPERTS, 501)
+                async with self._send_to(url, sent) as engine:
+                    return await engine.generate_whole(sent)
 
         return await self._send(attempt)
 
@@ -354,6 +401,13 @@ class _Relay(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._held:
             await super().__call__(scope, receive, send)
+
+
+def _grammars(body: Mapping[str, Any]) -> str:
+    """Return the names of a request's fields that make a grammar."""
+    sampling = body.get("sampling_params")
+    named = {**body, **sampling} if isinstance(sampling, dict) else body
+    return ", ".join(name for name in GRAMMARS if named.get(name)) or "the grammar"
 
 
 def _rids(body: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ ended.
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from treadle import Sampling, VersionSpan
+from treadle.types import SEEDS
 from treadle_runtime.http.sglang import SAMPLING
 
 Finish = Literal["stop", "length", "abort"]
@@ -37,7 +39,7 @@ NOT_FORWARDED = frozenset(
     | {"bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key"}
     | {"decode_tp_size", "disagg_prefill_dp_rank", "routed_dp_rank", "data_parallel_rank"}
     | {"session_params", "multi_item_delimiter_indices", "token_indices_to_pool", "lora_id"}
-    | {"return_bytes", "lora_path"}
+    | {"return_bytes", "lora_path", "custom_labels"}
 )
 # Fields with a number of alternatives for each token.
 ALTERNATIVES = ("top_logprobs_num", "top_logprobs", "logprobs")
@@ -91,30 +93,44 @@ class SamplingFields(Fields):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
+    ignore_eos: bool | None = None
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]+$")], Weight] | None = None
-    stop: str | list[str] | None = None
-    stop_regex: str | list[str] | None = None
+    stop: Annotated[str, Field(min_length=1)] | list[str] | None = None
+    stop_regex: re.Pattern[str] | list[re.Pattern[str]] | None = None
     stop_token_ids: list[Count] | None = None
     regex: str | None = None
     ebnf: str | None = None
     stream_interval: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
     custom_params: dict[str, Any] | None = None
+    watermark: dict[str, Any] | None = None
+    seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
+    sampling_seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
+
+    @classmethod
+    def check(cls, given: Mapping[str, Any], where: str = "") -> None:
+        super().check(given, where)
+        for least in ("min_new_tokens", "min_tokens"):
+            for most in ("max_new_tokens", "max_completion_tokens", "max_tokens"):
+                if (given.get(least) or 0) > (given.get(most) or HIGHEST_ID):
+                    raise Refused(f"{where}{least}: must be {most} at most, is {given[least]}")
 
 
 @dataclass(frozen=True)
 class Order:
     """One generation. session: whose trajectory it belongs to; empty: found by its tokens. prompt:
     the whole context, as token ids, which nobody changes. rid: name by which it may be aborted.
-    Raises Refused for a value of the wrong kind or outside its range."""
+    prompt_field: where the caller wrote the prompt. Raises Refused for a value of the wrong kind or
+    outside its range."""
 
     session: str
     prompt: list[int]
     sampling: Sampling
     rid: str
+    prompt_field: str = "the prompt"
 
     def __post_init__(self) -> None:
         if not self.prompt:
-            raise Refused("the prompt must have at least one token")
+            raise Refused(f"{self.prompt_field}: must have at least one token")
         if not isinstance(self.rid, str):
             raise Refused(f"rid: must be a text, is {self.rid!r}")
         for name, value in vars(self.sampling).items():
@@ -205,11 +221,15 @@ class Refused(Exception):  # noqa: N818 - what happened to the request
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits within which an engine survives a request. vocab_size: its token ids are below; 0: it
-    does not say. deterministic: it honours seeds, and dies of min_p together with them."""
+    """What an engine is started for, and the limits within which it survives a request. vocab_size:
+    its token ids are below; 0: it does not say. deterministic: it honours seeds, and dies of min_p
+    together with them. incremental: an event of its streams has the new tokens alone, not all so
+    far. experts: it returns routed experts."""
 
     vocab_size: int
     deterministic: bool
+    incremental: bool
+    experts: bool
 
     def require_ids(self, name: str, ids: Sequence[int]) -> None:
         """Raise Refused for an id outside the vocabulary."""
@@ -219,14 +239,14 @@ class Bounds:
 
     def require_order(self, order: Order) -> None:
         """Raise Refused for what would end the engine."""
-        self.require_ids("the prompt", order.prompt)
+        self.require_ids(order.prompt_field, order.prompt)
         if self.deterministic and order.sampling.min_p:
             raise Refused("min_p: must be 0 on an engine with deterministic inference")
 
     def require_forwardable(self, body: Mapping[str, Any]) -> None:
         """Raise Refused for a request in one of SGLang's forms that its own checks let through and
         that would end the engine, or bring an answer that nobody means."""
-        if denied := sorted(name for name in NOT_FORWARDED if body.get(name) not in (None, False)):
+        if denied := sorted(NOT_FORWARDED & body.keys()):
             raise Refused(f"{', '.join(denied)}: not for callers of the mesh; leave it out")
         for name in ("text", "prompt"):
             given = body.get(name)
@@ -278,6 +298,18 @@ def require_room(prompt_tokens: int, context_tokens: int) -> int:
             code="context_length_exceeded",
         )
     return context_tokens - prompt_tokens if context_tokens else HIGHEST_ID
+
+
+def read_new_tokens(name: str, wanted: int | None, room: int) -> int:
+    """Return how many tokens to generate at most. wanted: None: as many as fit. room: tokens that
+    fit behind the prompt. Raises Refused for more, as SGLang does."""
+    if wanted is not None and wanted > room:
+        raise Refused(
+            f"{name}: {wanted} tokens do not fit, the prompt leaves {room} of this model's maximum "
+            "context length; request fewer, or shorten the prompt",
+            code="context_length_exceeded",
+        )
+    return room if wanted is None else wanted
 
 
 class CallerGone(Exception):  # noqa: N818 - what happened

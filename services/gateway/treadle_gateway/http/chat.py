@@ -155,7 +155,12 @@ class Chat:
         """Return the token ids of a conversation. known: those of its beginning, where the caller
         knows them. Raises Refused."""
         request = {name: body[name] for name in RENDERED if body.get(name) is not None}
-        rendered = await self._engines.ask_any(lambda engine: engine.tokenize(request))
+        try:
+            rendered = await self._engines.ask_any(lambda engine: engine.tokenize(request))
+        except Refused as refusal:
+            if refusal.status == 500 and "chat_template_kwargs" in request:
+                raise Refused(f"chat_template_kwargs: {refusal}") from refusal
+            raise
         if self._model is None:
             return rendered
         visit = self._mesh.visit
@@ -297,6 +302,8 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
             *(m for m in messages if m.get("role") != "system"),
         ]
     messages += _messages(body.get("input"))
+    if not messages:
+        raise Refused("input: must have an item besides reasoning")
     chat = {name: body[name] for name in SAME if body.get(name) is not None}
     chat |= {"messages": messages, "tools": [_tool(at, tool) for at, tool in enumerate(tools)]}
     if body.get("max_output_tokens") is not None:

@@ -26,7 +26,7 @@ from treadle_runtime.http.sglang import EngineClient
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.mesh import KnownEngine, MeshLink
-from treadle_gateway.order import Refused, read_body
+from treadle_gateway.order import Count, Fields, Refused, read_body
 from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
@@ -44,6 +44,12 @@ PASSED_ON |= {
 }
 
 
+class TokenizeFields(Fields):
+    """Fields of SGLang's /tokenize and /detokenize."""
+
+    tokens: list[Count] | list[list[Count]] | None = None
+
+
 class Control:
     """Endpoints for trainers, which call all engines, or one."""
 
@@ -59,7 +65,7 @@ class Control:
     async def pause(self, request: Request) -> Response:
         """Pause the engines: POST /pause_generation, /pause?mode=."""
         mode = request.query_params.get("mode") or (await _body(request)).get("mode") or "abort"
-        if mode not in ENDS_STEPS:
+        if not isinstance(mode, str) or mode not in ENDS_STEPS:
             raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r}")
         engines = self._scope(request)
         self._updates.forget_failed(engines)
@@ -114,7 +120,9 @@ class Control:
         folder = body.get("weight_dir")
         path = body.get("model_path") or folder
         if not isinstance(path, str) or not path:
-            raise Refused("model_path: must be a folder or file that the engines can read")
+            raise Refused(
+                "model_path, weight_dir: must be a folder or file that the engines can read"
+            )
         version = body.get("weight_version") or (PurePosixPath(path).name if folder else None)
         engines = self._scope(request)
 
@@ -234,6 +242,7 @@ class Control:
         """Forward to an engine: POST /tokenize, /detokenize. vLLM's clients name a text
         `prompt`."""
         path, body = request.url.path, await _body(request)
+        TokenizeFields.check(body)
         answer: Any = await self._engines.ask_any(lambda client: client.ask("POST", path, body))
         return JSONResponse({"prompt": answer["text"]} | answer if "text" in answer else answer)
 

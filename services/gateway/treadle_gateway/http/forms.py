@@ -27,6 +27,8 @@ class Ask:
     session: str
     prompts: list[list[int]]
     """Token ids of each prompt."""
+    prompt_fields: list[str]
+    """The caller wrote each prompt in this field."""
     copies: int
     """Each prompt gets so many answers."""
     sampling: Sampling

@@ -49,6 +49,7 @@ from treadle_gateway.order import (
     SamplingFields,
     Tokens,
     read_body,
+    read_new_tokens,
     read_stops,
     read_tokens,
     require_room,
@@ -99,9 +100,11 @@ CHAT |= {
 COMPLETION = SHARED | {"prompt"}
 FREE_TOOL_CHOICES = (None, "auto", "none")  # others restrict the engine's sampling by a grammar
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_tokens": 0, "top_logprobs": 0, "best_of": 1}
+NOTHING_IF_EMPTY = ("logit_bias", "stop_regex", "custom_params")
 TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
 PARSE_EVERY_S = 0.05  # a stream that has reasoning is parsed as a whole each time
 REMEMBERED_RESPONSES = 2_000
+COMPLETION_TOKENS = 16  # OpenAI's and SGLang's default
 
 
 class SharedFields(SamplingFields):
@@ -126,6 +129,7 @@ class SharedFields(SamplingFields):
 class ChatFields(SharedFields):
     """Fields of a chat."""
 
+    messages: list[Any] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
@@ -182,8 +186,9 @@ NEW = Conversation([], array("i"))
 def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
     """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
-        nothing = value is None or value is False or value == NEUTRAL.get(name, False)
-        nothing = nothing or (value in ([], {}) and name in ChatFields.model_fields)
+        neutral = name in NEUTRAL and value == NEUTRAL[name]
+        nothing = value is None or value is False or neutral
+        nothing = nothing or (value in ([], {}) and name in NOTHING_IF_EMPTY)
         if name not in known and not nothing and not (name in TRUE_BY_DEFAULT and value is True):
             return False
     free = body.get("tool_choice") in FREE_TOOL_CHOICES
@@ -193,11 +198,9 @@ def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
 def read_sampling(body: Mapping[str, Any], room: int) -> Sampling:
     """Return the sampling that a request names. room: tokens that fit behind the prompt. Raises
     Refused."""
-    given = [
-        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
-    ]
+    name = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return Sampling(
-        max_new_tokens=min([*given[:1], room]),
+        max_new_tokens=read_new_tokens(name, body.get(name), room),
         temperature=body.get("temperature"),
         top_p=body.get("top_p"),
         top_k=body.get("top_k"),
@@ -250,7 +253,7 @@ class OpenaiApi:
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        body = read_body(await request.body())
+        body = _without_null(read_body(await request.body()))
         ChatFields.check(body)
         session = session_of(request, body)
         filled = await self._chat.fill(body)
@@ -261,14 +264,14 @@ class OpenaiApi:
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        body = read_body(await request.body())
+        body = _without_null(read_body(await request.body()))
         CompletionFields.check(body)
         session = session_of(request, body)
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
             return await self._proxy.forward(request, body, session)
-        ask = self._ask(
-            body | {"logprobs": body.get("logprobs") == 0}, session, self._prompts(body), Reading()
-        )
+        body["logprobs"] = body.get("logprobs") == 0
+        body.setdefault("max_tokens", COMPLETION_TOKENS)
+        ask = self._ask(body, session, self._prompts(body), Reading())
         return await self._answer(request, ask, CompletionForm(require_model(self._model)))
 
     async def respond(self, request: Request) -> Response:
@@ -294,7 +297,12 @@ class OpenaiApi:
             )
         echoed = {name: given.get(name, value) for name, value in ECHOED.items()}
         form = ResponsesForm(f"resp_{uuid.uuid4().hex}", echoed)
-        ask = await self._ask_chat(body, session_of(request, given), before.tokens)
+        session = session_of(request, given)
+        prompt = await self._chat.render(session, body, before.tokens)
+        room = require_room(len(prompt), self._mesh.context_tokens)
+        if (most := body.get("max_completion_tokens")) is not None:
+            body["max_completion_tokens"] = min(most, room)  # as SGLang does for this form alone
+        ask = self._ask(body, session, [("input", prompt)], await self._chat.reading(body))
 
         def remember(answer: Answer) -> None:
             tokens = array("i", [*answer.order.prompt, *answer.output.token_ids])
@@ -305,27 +313,31 @@ class OpenaiApi:
 
         return await self._answer(request, ask, form, remember)
 
-    async def _ask_chat(
-        self, body: Mapping[str, Any], session: str, known: Sequence[int] = ()
-    ) -> Ask:
+    async def _ask_chat(self, body: Mapping[str, Any], session: str) -> Ask:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise Refused("messages: must be a list with at least one message")
-        given = body.get("input_ids")
-        prompt = (
-            read_tokens("input_ids", given)
-            if given
-            else await self._chat.render(session, body, known)
-        )
+        if "input_ids" in body:
+            prompt = ("input_ids", read_tokens("input_ids", body["input_ids"]))
+        else:
+            prompt = ("messages", await self._chat.render(session, body))
         return self._ask(body, session, [prompt], await self._chat.reading(body))
 
     def _ask(
-        self, body: Mapping[str, Any], session: str, prompts: list[list[int]], reading: Reading
+        self,
+        body: Mapping[str, Any],
+        session: str,
+        named_prompts: Sequence[tuple[str, list[int]]],
+        reading: Reading,
     ) -> Ask:
+        """Return what a request asks for. named_prompts: where the caller wrote each, and its
+        token ids."""
         options = body.get("stream_options") or {}
+        prompts = [ids for _, ids in named_prompts]
         return Ask(
             model=str(body.get("model") or ""),
             session=session,
             prompts=prompts,
+            prompt_fields=[where for where, _ in named_prompts],
             copies=body.get("n") or 1,
             sampling=read_sampling(
                 body, require_room(max(map(len, prompts)), self._mesh.context_tokens)
@@ -342,19 +354,23 @@ class OpenaiApi:
             rid=str(body.get("rid") or uuid.uuid4().hex),
         )
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[list[int]]:
+    def _prompts(self, body: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
         given = body.get("prompt")
-        if isinstance(given, str):
-            return [require_model(self._model).encode(given)]
-        if not isinstance(given, list) or not given:
-            raise Refused("prompt: must be a text, token ids, or a list of them")
-        if isinstance(given[0], int):
-            return [read_tokens("prompt", given)]
+        if not isinstance(given, str | list) or not given:
+            raise Refused(
+                "prompt: must be a text, token ids, or a list of them, none of them empty"
+            )
+        single = isinstance(given, str) or isinstance(given[0], int)
+        named = (
+            [("prompt", given)]
+            if single
+            else [(f"prompt[{at}]", each) for at, each in enumerate(given)]
+        )
         return [
-            require_model(self._model).encode(each)
+            (where, require_model(self._model).encode(each))
             if isinstance(each, str)
-            else read_tokens("prompt", each)
-            for each in given
+            else (where, read_tokens(where, each))
+            for where, each in named
         ]
 
     def _orders(self, ask: Ask) -> list[Order]:
@@ -364,8 +380,9 @@ class OpenaiApi:
                 prompt,
                 ask.sampling.of_sample(copy),
                 f"{ask.rid}_{at}_{copy}" if at or copy else ask.rid,
+                where,
             )
-            for at, prompt in enumerate(ask.prompts)
+            for at, (where, prompt) in enumerate(zip(ask.prompt_fields, ask.prompts, strict=True))
             for copy in range(ask.copies)
         ]
 
@@ -456,6 +473,12 @@ class OpenaiApi:
                 yield last
         except Refused as refusal:
             yield error_event(refusal)
+
+
+def _without_null(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a request without the fields that are null: they request nothing, and SGLang refuses
+    some of them."""
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def _has_media(message: Any) -> bool:

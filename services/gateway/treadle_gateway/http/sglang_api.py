@@ -34,6 +34,7 @@ from treadle_gateway.order import (
     SamplingFields,
     Tokens,
     read_body,
+    read_new_tokens,
     read_stops,
     read_tokens,
     require_room,
@@ -61,13 +62,24 @@ CARRIED = frozenset(
 MEDIA = ("image_data", "video_data", "audio_data")
 # Values that request nothing.
 NOTHING: Mapping[str, tuple[object, ...]] = {
-    "logprob_start_len": (-1,),
+    "logprob_start_len": (-1, 0),
     "routed_experts_start_len": (0,),
+    "top_logprobs_num": (0,),
+    "token_ids_logprob": ([],),
 }
 SAMPLED = {field.sglang_name: name for name, field in SAMPLING.items()}
 # fields for how text is made
 WRITTEN = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "n"})
 NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_new_tokens": 0}
+
+
+# Fields that have a value for all prompts, or a list with one for each. SGLang takes no lists of
+# the second kind together with several answers to a prompt.
+LISTED = ("sampling_params", "rid", "extra_key", "cache_salt", "return_hidden_states", "watermark")
+LISTED_ALONE = (
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob"),
+    *("return_sampling_mask", "sampling_logprobs_mode", "custom_logit_processor"),
+)
 
 
 CHECKED = {field.sglang_name: field for field in SAMPLING.values()}
@@ -84,7 +96,7 @@ class GenerateFields(Fields):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: Count | list[Count] | None = None
-    token_ids_logprob: list[Count] | list[list[Count] | None] | None = None
+    token_ids_logprob: list[Count] | list[list[Count]] | None = None
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: Count | None = None
@@ -94,7 +106,7 @@ class GenerateFields(Fields):
     max_thinking_tokens: Count | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
-    custom_labels: dict[str, str] | None = None
+    watermark: dict[str, Any] | list[dict[str, Any] | None] | None = None
 
 
 class GenerateSampling(SamplingFields):
@@ -125,19 +137,32 @@ class _Draft:
     output: Output = field(default_factory=Output)
     text: str = ""
     began_s: float = field(default_factory=time.monotonic)
+    sent: tuple[int, int] = (0, 0)  # tokens, characters
+
+    def cut(self, message: dict[str, Any]) -> None:
+        """Leave in a message what earlier ones of the stream did not have."""
+        tokens, characters = self.sent
+        self.sent = len(message["output_ids"]), len(message["text"])
+        message["output_ids"] = message["output_ids"][tokens:]
+        message["text"] = message["text"][characters:]
+        meta = message["meta_info"]
+        if "output_token_logprobs" in meta:
+            meta["output_token_logprobs"] = meta["output_token_logprobs"][tokens:]
 
 
 def carries(body: Mapping[str, Any]) -> bool:
     """Return whether the mesh can do all that a request needs."""
     for name, value in body.items():
         nothing = value is None or value is False or value in NOTHING.get(name, ())
-        empty = not value and (name in MEDIA or name in GenerateFields.model_fields)
+        empty = not value and name in MEDIA
         if name not in CARRIED and not nothing and not empty:
             return False
     # Logprobs from token 0 on are those of the whole prompt.
     if body.get("return_logprob") and body.get("logprob_start_len") not in (None, -1):
         return False
     for sampling in _each_sampling(body):
+        if sampling.get("max_new_tokens") == 0:  # the mesh samples one token at least
+            return False
         for name, value in sampling.items():
             known = (
                 name in SAMPLED or name in WRITTEN or value is None or value == NEUTRAL.get(name)
@@ -156,9 +181,38 @@ def check(body: Mapping[str, Any]) -> None:
         for name, value in sampling.items():
             if name not in SAMPLED and name not in GenerateSampling.model_fields:
                 raise Refused(f"{where}{name}: is not known")
-            # An engine that gets the request as it is may also be asked for no token.
             if name in CHECKED and value is not None and (wrong := CHECKED[name].problem(value)):
                 raise Refused(f"{where}{name}: {wrong}")
+    _check_lists(body)
+
+
+def _check_lists(body: Mapping[str, Any]) -> None:
+    """Raise Refused unless the request has one source of prompts, and lists for several prompts
+    have one entry for each; an engine may die of others."""
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise Refused("input_ids, text: give one of them")
+    prompts: Any = ids if text is None else text
+    several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
+    if several and not prompts:
+        raise Refused(f"{'text' if ids is None else 'input_ids'}: must have at least one prompt")
+    copies = {sampling.get("n") or 1 for sampling in _each_sampling(body)}
+    if len(copies) > 1:
+        raise Refused("sampling_params.n: must be the same for all prompts")
+    for name in (*LISTED, *LISTED_ALONE, *(MEDIA if several else ())):
+        given = body.get(name)
+        of_all = name == "token_ids_logprob" and not (given and isinstance(given[0], list))
+        if not isinstance(given, list) or of_all:
+            continue
+        if not several:
+            raise Refused(f"{name}: must not be a list, as there is one prompt")
+        if len(given) != len(prompts):
+            raise Refused(f"{name}: must have one entry for each of {len(prompts)} prompts")
+        if name in LISTED_ALONE and copies != {1}:
+            raise Refused(f"{name}: must not be a list where n is above 1")
+    rids = body.get("rid")
+    if isinstance(rids, list) and len(set(rids)) < len(rids):
+        raise Refused("rid: must be another one for each prompt")
 
 
 def _each_sampling(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -169,46 +223,45 @@ def _each_sampling(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return each
 
 
-def read_sampling(given: Mapping[str, Any]) -> Sampling:
-    """Return the sampling that a request names. Raises Refused."""
+def read_sampling(given: Mapping[str, Any], room: int) -> Sampling:
+    """Return the sampling that a request names. room: tokens that fit behind the prompt. Raises
+    Refused."""
     fields = {ours: given[name] for name, ours in SAMPLED.items() if given.get(name) is not None}
     fields |= read_stops(given)
-    fields.setdefault("max_new_tokens", DEFAULT_NEW_TOKENS)
+    # SGLang reads null as no limit.
+    most = given.get("max_new_tokens", min(DEFAULT_NEW_TOKENS, room))
+    fields["max_new_tokens"] = read_new_tokens("sampling_params.max_new_tokens", most, room)
     return Sampling(**fields)
 
 
-def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) -> list[Wish]:
-    """Return the answers that a request wants, in its order. Raises Refused."""
+def read_wishes(
+    body: Mapping[str, Any], session: str, model: TextModel | None, context_tokens: int
+) -> list[Wish]:
+    """Return the answers that a checked request wants, in its order. context_tokens: as of
+    require_room. Raises Refused."""
     prompts = _prompts(body, model)
     count = len(prompts)
-    rids, logprobs = body.get("rid"), body.get("return_logprob") or False
-    given = _each_sampling(body)
+    rids, logprobs, given = body.get("rid"), body.get("return_logprob"), _each_sampling(body)
     each_sampling = given if isinstance(body.get("sampling_params"), list) else given * count
     each_logprob = logprobs if isinstance(logprobs, list) else [logprobs] * count
-    if len(each_sampling) != count or len(each_logprob) != count:
-        raise Refused(
-            "sampling_params, return_logprob: as lists they must have one entry for each of "
-            f"{count} prompts"
-        )
-    if isinstance(rids, list) and len(rids) != count:
-        raise Refused(f"rid: as a list it must have one entry for each of {count} prompts")
     wishes: list[Wish] = []
-    for at, (prompt, sampling, logprob) in enumerate(
+    for at, ((where, prompt), sampling, logprob) in enumerate(
         zip(prompts, each_sampling, each_logprob, strict=True)
     ):
         base = rids[at] if isinstance(rids, list) else rids or uuid.uuid4().hex
         copies = sampling.get("n") or 1
+        room = require_room(len(prompt), context_tokens)
         for copy in range(copies):
             alone = count == copies == 1
             rid = (
                 base if alone or (isinstance(rids, list) and copies == 1) else f"{base}_{at}_{copy}"
             )
-            order = Order(session, prompt, read_sampling(sampling).of_sample(copy), rid)
+            sampled = read_sampling(sampling, room).of_sample(copy)
             skip = sampling.get("skip_special_tokens", True)
             trim = not sampling.get("no_stop_trim")
             wishes.append(
                 Wish(
-                    order,
+                    Order(session, prompt, sampled, rid, where),
                     bool(logprob),
                     bool(body.get("return_prompt_token_ids")),
                     bool(skip),
@@ -218,16 +271,18 @@ def read_wishes(body: Mapping[str, Any], session: str, model: TextModel | None) 
     return wishes
 
 
-def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[list[int]]:
+def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[tuple[str, list[int]]]:
+    """Return the token ids of each prompt, and its place in the request."""
     ids, text = body.get("input_ids"), body.get("text")
-    if (ids is None) == (text is None):
-        raise Refused("input_ids, text: give one of them")
     if text is not None:
-        texts = text if isinstance(text, list) else [text]
-        return [require_model(model).encode(str(each)) for each in texts]
+        encode = require_model(model).encode
+        if isinstance(text, str):
+            return [("text", encode(text))]
+        return [(f"text[{at}]", encode(each)) for at, each in enumerate(text)]
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
-        return [read_tokens("input_ids", each) for each in ids]
-    return [read_tokens("input_ids", ids)]
+        named = [(f"input_ids[{at}]", each) for at, each in enumerate(ids)]
+        return [(where, read_tokens(where, each)) for where, each in named]
+    return [("input_ids", read_tokens("input_ids", ids))]
 
 
 class SglangApi:
@@ -243,11 +298,10 @@ class SglangApi:
         check(body)
         if not carries(body):
             return await self._proxy.forward(request, body, session)
-        wishes = read_wishes(body, session, self._model)
-        for wish in wishes:
-            require_room(len(wish.order.prompt), self._mesh.context_tokens)
+        wishes = read_wishes(body, session, self._model, self._mesh.context_tokens)
         if body.get("stream"):
-            return StreamingResponse(self._stream(wishes), media_type=EVENT_STREAM)
+            incremental = await self._proxy.are_incremental()
+            return StreamingResponse(self._stream(wishes, incremental), media_type=EVENT_STREAM)
         # a list in a batch
         given = body["text"] if body.get("text") is not None else body["input_ids"][0]
         single = len(wishes) == 1 and not isinstance(given, list)
@@ -266,9 +320,10 @@ class SglangApi:
                 draft.output.add(event)
         return self._message(draft)
 
-    async def _stream(self, wishes: Sequence[Wish]) -> AsyncGenerator[bytes, None]:
-        """Yield server-sent events, each with all tokens so far, as SGLang sends them by
-        default."""
+    async def _stream(
+        self, wishes: Sequence[Wish], incremental: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events. incremental: each has the new tokens alone, not all so far."""
         drafts = [_Draft(wish) for wish in wishes]
         texts = [self._text_stream(wish) for wish in wishes]
         try:
@@ -279,6 +334,8 @@ class SglangApi:
                     if text is not None and isinstance(event, Tokens):
                         draft.text += text.add(event.token_ids)
                     message = self._message(draft) | ({"index": at} if len(wishes) > 1 else {})
+                    if incremental:
+                        draft.cut(message)
                     yield b"data: " + json.dumps(message).encode() + b"\n\n"
         except Refused as refusal:
             error = {"error": {"message": str(refusal), "code": refusal.code}}

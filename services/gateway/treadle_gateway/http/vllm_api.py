@@ -24,7 +24,7 @@ from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
 
 from treadle_gateway.calls import Calls
-from treadle_gateway.engines import Proxy, engine_sampling
+from treadle_gateway.engines import NO_EXPERTS, Proxy, engine_sampling
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
     HIGHEST_ID,
@@ -123,11 +123,15 @@ class VllmApi:
         if not isinstance(given, dict):
             raise Refused("sampling_params: must be an object")
         VllmSampling.check(given, "sampling_params.")
+        if experts and not self._experts_per_token:
+            raise Refused(NO_EXPERTS, 501)
         copies = given.get("n") or 1
         sampling, more = read_sampling(given, require_room(len(prompt), self._link.context_tokens))
         session, rid = session_of(request, body), str(body.get("request_id") or uuid.uuid4().hex)
         orders = [
-            Order(session, prompt, sampling.of_sample(at), f"{rid}-{at}" if at else rid)
+            Order(
+                session, prompt, sampling.of_sample(at), f"{rid}-{at}" if at else rid, "token_ids"
+            )
             for at in range(copies)
         ]
         logprobs = given.get("logprobs") is not None
@@ -215,12 +219,7 @@ class VllmApi:
         top = self._experts_per_token
         ids = array("i", base64.b64decode(encoded or ""))
         if not ids or not top or len(ids) % (rows * top):
-            raise Refused(
-                "routed_experts: the engines tell none that fit this model; start SGLang with "
-                "--enable-return-routed-experts, and set TREADLE_GATEWAY_TOKENIZER to the model's "
-                "folder",
-                501,
-            )
+            raise Refused(NO_EXPERTS, 501)
         width = len(ids) // rows
         return [
             [ids[at : at + top].tolist() for at in range(row * width, (row + 1) * width, top)]
@@ -244,8 +243,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
             "sampling_params.logprobs: must be 0 or 1, as only sampled tokens have theirs", 501
         )
     most, top_k = given.get("max_tokens"), given.get("top_k")
-    if most is None:
-        most = room
+    most = room if most is None else min(most, room)  # as vLLM does, where SGLang refuses
     fields = {name: given[name] for name in SAMPLED if given.get(name) is not None}
     return Sampling(
         max_new_tokens=most,
