@@ -356,6 +356,42 @@ async def test_each_copy_of_a_seeded_request_has_a_seed_of_its_own(door: FrontDo
         assert sorted(seeds) == [7, 8, 9], path
 
 
+async def test_requests_that_wait_for_weights_that_no_engine_can_load_get_the_reason(
+    tmp_path: Path,
+) -> None:
+    """Both engines refuse weights. Result: health and requests say so; the next weights end it.
+    After a part of weights, forwarded requests wait as well."""
+    folder = write_tokenizer(tmp_path / "model")
+    async with front_door(
+        tmp_path, teach=teach_chat, tokenizer=str(folder), no_weights_s=1.0
+    ) as door:
+        for engine in door.engines.values():
+            engine.refuse_weights = True
+        load = {"model_path": "/weights/7", "weight_version": "7"}
+        await door.post("/update_weights_from_disk", load, 400)
+        carried = ask()
+        forwarded = ask(sampling_params=GREEDY | {"frequency_penalty": 0.5})
+        error = (await door.post("/generate", carried, 503))["error"]["message"]
+        assert "'7'" in error and "no such file" in error
+        await door.post("/generate", forwarded)  # by the weights that the engines still have
+        async with door.http.get(f"{door.url}/health") as response:
+            assert response.status == 503
+            assert "no such file" in (await response.json())["weights"]
+        for engine in door.engines.values():
+            engine.refuse_weights = False
+        await door.post("/update_weights_from_disk", load | {"weight_version": "8"})
+        assert (await door.post("/generate", carried))["meta_info"]["weight_version"] == "8"
+        await until_said(lambda: door.get("/health"), lambda said: "weights" not in said)
+        await door.post("/pause_generation", {})
+        for engine in door.engines.values():
+            engine.refuse_push = True
+        await door.post("/update_weights_from_tensor", {"weight_version": "9"}, 400)
+        await door.post("/continue_generation", {}, 400)
+        for body in (carried, forwarded):
+            error = (await door.post("/generate", body, 503))["error"]["message"]
+            assert "'9'" in error
+
+
 @pytest.mark.parametrize("defaults", ["model", "openai"])
 async def test_a_chat_is_sampled_as_the_engine_would_sample_it(
     tmp_path: Path, defaults: str

@@ -7,6 +7,7 @@ reads any more ends its step. Only one thing ends a call without its end: no eng
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -20,7 +21,7 @@ from treadle.generation import CONTEXT_TOO_LONG
 from treadle_runtime.http.sglang import EngineLost
 
 from treadle_gateway.engines import Engines
-from treadle_gateway.mesh import Event, MeshLink, Visit
+from treadle_gateway.mesh import Event, MeshLink, NoWeights, Visit
 from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens
 from treadle_gateway.text import TextModel, is_whole
 
@@ -126,13 +127,18 @@ class Calls:
     ) -> AsyncGenerator[Tokens | Ended, None]:
         """Yield the events of a call; they stop without an end where the mesh cannot continue.
         Raises Refused."""
-        queue = visit.listen()
+        queue, heard_s = visit.listen(), -math.inf
         work = self._start(call, _pump(visit, order, queue.put_nowait, call), queue.put_nowait)
         try:
             while True:
                 event = await queue.get()
                 if isinstance(event, str):
                     return
+                if isinstance(event, NoWeights):
+                    if heard_s < event.since_s:
+                        raise Refused(event.reason, 503)
+                    continue
+                heard_s = time.monotonic()
                 if isinstance(event, treadle.TreadleError):
                     if event.refused and event.reason != CLOSED:
                         raise _refusal(event, order)
@@ -160,7 +166,7 @@ class Calls:
             call, self._ask_engines(order, output, queue.put_nowait), queue.put_nowait
         )
         try:
-            while not isinstance(event := await queue.get(), str):
+            while not isinstance(event := await queue.get(), str | NoWeights):
                 if isinstance(event, BaseException):
                     raise event
                 yield event

@@ -7,6 +7,7 @@ from treadle_runtime.config import OptionalFolder, Settings, address, addresses,
 
 DEFAULT_IDLE_S = 1800.0  # longer than a tool runs
 DEFAULT_UNNAMED_IDLE_S = 5.0  # no message ends such a conversation, and an open one holds KV
+DEFAULT_NO_WEIGHTS_S = 60.0  # a trainer may load others meanwhile
 DEFAULT_AWAY_AFTER_S = (
     2.0  # a scheduler that is restarted answers again within 5 s; a request need not wait for it
 )
@@ -21,8 +22,9 @@ class GatewaySettings(Settings):
     reasoning_parser: SGLang's names of them; empty: those that the engines were started with.
     idle_s: a session whose last request ended so long ago is closed. unnamed_idle_s: the same for
     requests without a session. away_after_s: the mesh is away once it has not answered for so long.
-    job: whose share of the engines the requests use. served_model: how /v1/models names the model;
-    empty: as the engines do."""
+    no_weights_s: requests that wait are refused once all
+    engines have refused the wanted weights for so long. job: whose share of the engines the
+    requests use. served_model: how /v1/models names the model; empty: as the engines do."""
 
     service: ClassVar[str] = "gateway"
 
@@ -36,6 +38,7 @@ class GatewaySettings(Settings):
     idle_s: Annotated[float, Field(gt=0)] = DEFAULT_IDLE_S
     unnamed_idle_s: Annotated[float, Field(gt=0)] = DEFAULT_UNNAMED_IDLE_S
     away_after_s: Annotated[float, Field(gt=0)] = DEFAULT_AWAY_AFTER_S
+    no_weights_s: Annotated[float, Field(gt=0)] = DEFAULT_NO_WEIGHTS_S
     job: str = ""
     served_model: str = ""
 

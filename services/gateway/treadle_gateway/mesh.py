@@ -9,7 +9,7 @@ is closed in the background. The next visit has a new client.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -29,7 +29,18 @@ log = structlog.get_logger()
 LOOK_S = 0.5  # between two looks at the mesh
 AWAY: Final = "away"  # put into the queues of a visit that has ended
 
-Event = Tokens | Ended | BaseException | str
+
+@dataclass(frozen=True)
+class NoWeights:
+    """Reason why no engine can serve: all have refused the weights that are wanted. since_s: on the
+    monotonic clock. is_overdue: so long ago that nobody has to wait any more."""
+
+    reason: str
+    since_s: float
+    is_overdue: bool
+
+
+Event = Tokens | Ended | NoWeights | BaseException | str
 
 
 @dataclass(frozen=True)
@@ -68,30 +79,39 @@ class Visit:
         """Send nothing more to this queue."""
         self._queues.discard(queue)
 
+    def send(self, event: Event) -> None:
+        """Put an event into all queues."""
+        for queue in self._queues:
+            queue.put_nowait(event)
+
     def end(self) -> None:
         """Send AWAY to all queues."""
         self.over = True
-        for queue in self._queues:
-            queue.put_nowait(AWAY)
+        self.send(AWAY)
 
 
 class MeshLink:
     """Watches the mesh for as long as `watch` runs. visit: the present one, None while the mesh is
-    away. engines: those that were registered when it was last there."""
+    away. engines: those that were registered when it was last there. no_weights: None while some
+    engine has the weights that are wanted, or may get them; after `no_weights_s` of it, calls that
+    wait are told. failed_pushes: the errors of pushes of a version that will not continue, by
+    engine."""
 
     def __init__(
         self,
         scheduler: "SchedulerServiceAsyncStub",
         make_client: Callable[[], treadle.Client],
         make_sessions: Callable[[treadle.Client], Sessions],
+        failed_pushes: Callable[[str], Mapping[str, str]],
         away_after_s: float,
+        no_weights_s: float,
     ) -> None:
-        self._scheduler, self._make_client, self._make_sessions = (
-            scheduler,
-            make_client,
-            make_sessions,
-        )
-        self._away_after_s = away_after_s
+        self._scheduler = scheduler
+        self._make_client, self._make_sessions = make_client, make_sessions
+        self._failed_pushes = failed_pushes
+        self._away_after_s, self._no_weights_s = away_after_s, no_weights_s
+        self.no_weights: NoWeights | None = None
+        self._refused = ("", 0.0)  # version that engines have refused, and since when
         self.visit: Visit | None = None
         self.engines: dict[str, KnownEngine] = {}
         self.looked = asyncio.Event()  # once it is known whether the mesh is there
@@ -115,6 +135,9 @@ class MeshLink:
                     if self.visit is None:
                         self.visit = await self._begin()
                         log.info("the mesh is there", engines=len(self.engines))
+                    await self._look_at_weights()
+                    if self.no_weights is not None and self.no_weights.is_overdue:
+                        self.visit.send(self.no_weights)
                 elif time.monotonic() - seen_s >= self._away_after_s and self.visit is not None:
                     log.warning(
                         "the mesh is away: requests go straight to the engines",
@@ -164,6 +187,43 @@ class MeshLink:
         if found:
             self.engines = found
         return bool(found)
+
+    async def _look_at_weights(self) -> None:
+        """Find out whether all engines have refused the weights that are wanted. An engine that
+        tries them again still counts."""
+        question = scheduler_pb2.GetWeightsRequest()
+        try:
+            answer = await self._scheduler.GetWeights(question, timeout=self._away_after_s)
+        except grpc.aio.AioRpcError as error:
+            log.debug("the scheduler does not say which weights are wanted", error=error.details())
+            return
+        weights, failed_pushes = answer.weights, self._failed_pushes(answer.weights.weight_version)
+        errors = {each.engine_id: each.error for each in weights.engines if each.error}
+        errors |= failed_pushes
+        behind = {
+            each.engine_id
+            for each in weights.engines
+            if each.state == scheduler_pb2.WEIGHTS_STATE_BEHIND
+        }
+        serve = {each.engine_id for each in weights.engines} - behind - errors.keys()
+        known = self._refused[0] == weights.weight_version
+        self.no_weights = None
+        if serve or not weights.engines or (not known and behind - failed_pushes.keys()):
+            self._refused = ("", 0.0)
+            return
+        if not errors:  # they try again
+            return
+        if not known:
+            self._refused = (weights.weight_version, time.monotonic())
+            log.warning("no engine has the wanted weights", version=weights.weight_version)
+        said = "; ".join(f"{engine_id}: {error}" for engine_id, error in sorted(errors.items()))
+        reason = (
+            f"no engine could load weights {weights.weight_version!r} ({said}); load others, or "
+            "these again once they can be read"
+        )
+        since_s = self._refused[1]
+        overdue = time.monotonic() - since_s >= self._no_weights_s
+        self.no_weights = NoWeights(reason, since_s, overdue)
 
     async def _begin(self) -> Visit:
         client = self._make_client()

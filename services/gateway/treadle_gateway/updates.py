@@ -14,7 +14,6 @@ import asyncio
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +23,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 from treadle.weights import Errors, call_together, set_weights, until_served
 from treadle_core.model import INCOMPLETE
 
-from treadle_gateway.mesh import KnownEngine
+from treadle_gateway.mesh import KnownEngine, NoWeights
 from treadle_gateway.order import Refused
 
 if TYPE_CHECKING:
@@ -107,17 +106,24 @@ class Updates:
         """Return the versions that engines serve at this moment. Raises Refused."""
         return {load.weight_version for load in await asyncio.gather(*map(self.load_of, engines))}
 
-    async def until_runs(self, engine: KnownEngine) -> None:
+    async def until_runs(
+        self, engine: KnownEngine, problem: Callable[[], NoWeights | None]
+    ) -> None:
         """Wait until an engine may run what its sidecar does not know of: it is not paused, has
-        whole weights and all its memory. Return at once where its sidecar does not answer."""
-        with suppress(Refused):
-            while True:
+        whole weights and all its memory. Return at once where its sidecar does not answer. problem:
+        why it may never come to that. Raises Refused."""
+        while True:
+            try:
                 load = await self.load_of(engine)
-                if not (
-                    load.paused or load.asleep_tags or load.weight_version.startswith(INCOMPLETE)
-                ):
-                    return
-                await asyncio.sleep(LOOK_S)
+            except Refused:
+                return
+            incomplete = load.weight_version.startswith(INCOMPLETE)
+            if not (load.paused or load.asleep_tags or incomplete):
+                return
+            why = problem()
+            if incomplete and why is not None and why.is_overdue:
+                raise Refused(why.reason, 503)
+            await asyncio.sleep(LOOK_S)
 
     async def take(
         self, engines: Sequence[KnownEngine], way: Way, body: Mapping[str, Any]
@@ -171,10 +177,13 @@ class Updates:
         """End the pushes to engines, which serve the new version from then on. Return the errors of
         those that do not. Does nothing where none is under way. Raises TreadleError."""
         pushes = {
-            each.engine_id: self._pushes.pop(each.engine_id)
+            each.engine_id: self._pushes[each.engine_id]
             for each in engines
             if each.engine_id in self._pushes
         }
+        for engine_id, push in pushes.items():
+            if not push.failed:
+                del self._pushes[engine_id]
         errors = {
             engine_id: f"the push of {push.weight_version} has failed: {push.failed}"
             for engine_id, push in pushes.items()
@@ -205,6 +214,14 @@ class Updates:
             push = self._pushes.get(engine.engine_id)
             if push is not None and push.failed:
                 del self._pushes[engine.engine_id]
+
+    def failed_pushes(self, weight_version: str) -> dict[str, str]:
+        """Return why pushes of a version cannot continue, by engine id."""
+        return {
+            engine_id: push.failed
+            for engine_id, push in self._pushes.items()
+            if push.failed and push.weight_version == weight_version
+        }
 
     async def load(
         self, engines: Sequence[KnownEngine], model_path: str, version: object

@@ -70,17 +70,24 @@ async def wire(runtime: Runtime) -> Wiring:
             job=settings.job,
         )
 
-    mesh = MeshLink(scheduler, make_client, make_sessions, settings.away_after_s)
+    updates = Updates(make_connection())
+    mesh = MeshLink(
+        scheduler,
+        make_client,
+        make_sessions,
+        updates.failed_pushes,
+        settings.away_after_s,
+        settings.no_weights_s,
+    )
     engines = Engines(mesh)
     gauge, total = runtime.metrics.gauge, runtime.metrics.total
     requests = total("requests", "request", "Requests, by the way that they took")
     calls = Calls(mesh, engines, model, GIVE_UP_S, lambda way: requests(1, {"way": way}))
-    updates = Updates(make_connection())
 
     async def until_runs(url: str) -> None:
         for engine in list(mesh.engines.values()):
             if engine.url == url and mesh.visit is not None:
-                await updates.until_runs(engine)
+                await updates.until_runs(engine, lambda: mesh.no_weights)
 
     proxy = Proxy(engines, until_runs, lambda: requests(1, {"way": "forwarded"}))
     chat = Chat(engines, mesh, model, (settings.tool_parser, settings.reasoning_parser))

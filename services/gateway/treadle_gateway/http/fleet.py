@@ -96,10 +96,11 @@ class Fleet:
         return JSONResponse({"loads": found})
 
     async def health(self, request: Request) -> Response:
-        """Answer 200 while the mesh or engines can serve requests: GET /health."""
+        """Answer 200 while the mesh or engines can serve requests, which they cannot once all have
+        refused the wanted weights: GET /health."""
         await self._mesh.looked.wait()
-        here = self._mesh.visit is not None
-        status = 200 if here or self._engines.urls else 503
-        return JSONResponse(
-            {"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}, status
-        )
+        here, problem = self._mesh.visit is not None, self._mesh.no_weights
+        said = {"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}
+        if here and problem is not None:
+            return JSONResponse(said | {"weights": problem.reason}, 503)
+        return JSONResponse(said, 200 if here or self._engines.urls else 503)
