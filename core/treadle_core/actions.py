@@ -292,8 +292,8 @@ class StepWaits(Note):
 
 @dataclass(slots=True)
 class QueueSeen(Note):
-    """Note that the controller has looked at an engine's queue of first steps, which waits for
-    weights where the engine `loads` them."""
+    """Note that an engine's queue of first steps waits for weights from now on, where the engine
+    `loads` them, or does so no more."""
 
     engine_id: str
     loads: bool

@@ -197,13 +197,14 @@ class OpenWaits:
         elif wait.cause is not cause:
             self._waits[trajectory_id] = _Wait(wait.began_s, now, cause, _spent_until(wait, now))
 
+    def is_loading(self, engine_id: str) -> bool:
+        """Return whether an engine's queue of first steps waits for weights."""
+        return engine_id in self._loading
+
     def see_queue(
         self, engine_id: str, trajectory_ids: Iterable[str], loads: bool, now: float
     ) -> None:
-        """Note whether an engine loads weights, for which its queue of first steps waits; no change
-        where that is known."""
-        if loads is (engine_id in self._loading):
-            return
+        """Note whether an engine loads weights, for which its queue of first steps waits."""
         (self._loading.add if loads else self._loading.discard)(engine_id)
         for trajectory_id in trajectory_ids:
             self.note(trajectory_id, Cause.WEIGHTS if loads else Cause.HELD, now)
@@ -256,6 +257,8 @@ class Books:
     def enter(self, actions: list[act.Action], now: float) -> list[act.Action]:
         """Keep the accounts of one event's actions, in their order. Returns the actions for the
         driver."""
+        if not actions:
+            return actions
         keepers = self._keepers
         left: list[act.Action] = []
         for action in actions:

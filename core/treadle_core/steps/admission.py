@@ -164,7 +164,7 @@ def _start_first_steps(state: State, engine_id: str, now: float, shared: bool) -
     whether several jobs use the engines."""
     engine = state.engines.get(engine_id)
     loads = engine is not None and engine.behind
-    actions: list[Action] = [QueueSeen(engine_id, loads)]
+    actions = _see_queue(state, engine_id, loads)
     if engine is None or loads:
         return actions
     if shared:
@@ -260,9 +260,16 @@ def _enqueue(state: State, trajectory_id: str) -> list[Action]:
         engine = state.engines.get(record.engine_id)
         loads = engine is not None and engine.behind
         cause = Cause.WEIGHTS if loads else Cause.HELD
-        return [QueueSeen(record.engine_id, loads), StepWaits(trajectory_id, cause)]
+        return [*_see_queue(state, record.engine_id, loads), StepWaits(trajectory_id, cause)]
     state.waiting.dequeue(trajectory_id)
     return []
+
+
+def _see_queue(state: State, engine_id: str, loads: bool) -> list[Action]:
+    """Return a note that an engine's queue waits for weights, or does so no more, where that is
+    new. Each look at a queue would make one, and a tick looks at all of them."""
+    is_known = loads is state.books.waits.is_loading(engine_id)
+    return [] if is_known else [QueueSeen(engine_id, loads)]
 
 
 def _waits_to_start(record: TrajectoryRecord) -> bool:
