@@ -203,23 +203,6 @@ async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: 
         assert [await engine_of(f"away{number}") for number in range(3)] == ["e1"] * 3
 
 
-@pytest.mark.parametrize(
-    ("body", "field"),
-    [
-        ({"sampling_params": GREEDY}, "input_ids"),
-        ({"input_ids": [], "sampling_params": GREEDY}, "input_ids"),
-        ({"input_ids": ["a"], "sampling_params": GREEDY}, "input_ids"),
-        (ask(PROMPT) | {"sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
-        (ask(PROMPT) | {"sampling_params": {"top_p": 2.0}}, "top_p"),
-    ],
-)
-async def test_a_bad_request_is_refused_and_the_field_named(
-    door: FrontDoor, body: dict[str, Any], field: str
-) -> None:
-    answer = await door.post("/generate", body, status=400)
-    assert field in answer["error"]["message"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_ones_use_it_again(
     tmp_path: Path, number: signal.Signals

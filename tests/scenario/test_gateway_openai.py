@@ -1,7 +1,6 @@
 """OpenAI's HTTP surface in front of the mesh: chats, completions and responses, whole and as
 streams."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ import pytest
 import pytest_asyncio
 from support.fake_chat import render, teach_chat, text_of, tokens_of, write_tokenizer
 from support.fake_sglang import END_TOKEN, expected
-from support.gateway import FrontDoor, front_door
+from support.gateway import MODEL, FrontDoor, front_door
 from treadle_cli.certs import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MODEL = "fake/model"
 USER = {"role": "user", "content": "What is 6 * 7?"}
 TOOL = {
     "type": "function",
@@ -35,25 +33,15 @@ async def shared_door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 @pytest.fixture
 def door(shared_door: FrontDoor) -> FrontDoor:
     """One whose engines sample what they do by themselves."""
-    for engine in shared_door.engines.values():
-        engine.script = []
+    shared_door.script([])
     return shared_door
 
 
 def say(door: FrontDoor, text: str) -> list[int]:
     """What all engines sample from now on; returns its tokens, with the one that ends it."""
     tokens = tokens_of(text)
-    for engine in door.engines.values():
-        engine.script = tokens
+    door.script(tokens)
     return [*tokens, END_TOKEN]
-
-
-async def stream(door: FrontDoor, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream, without [DONE]."""
-    async with door.http.post(f"{door.url}{path}", json=body | {"stream": True}) as response:
-        assert response.status == 200 and response.content_type == "text/event-stream"
-        lines = [line async for line in response.content if line.startswith(b"data: {")]
-    return [json.loads(line[6:]) for line in lines]
 
 
 def chat(messages: list[Any], **more: Any) -> dict[str, Any]:
@@ -112,7 +100,7 @@ async def test_a_chat_has_reasoning_and_tool_calls_in_their_fields_also_as_a_str
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "multiply", "arguments": '{"a": 6, "b": 7}'}
     assert len(choice["logprobs"]["content"]) == len(sampled) == whole["usage"]["completion_tokens"]
-    events = await stream(door, "/v1/chat/completions", chat([USER], tools=[TOOL]))
+    events = await door.stream("/v1/chat/completions", chat([USER], tools=[TOOL]))
     deltas = [event["choices"][0] for event in events]
     assert "".join(each["delta"].get("content") or "" for each in deltas) == "Well:"
     assert [
@@ -147,11 +135,11 @@ async def test_a_streamed_chat_says_what_a_whole_one_says(
     whole = (await door.post("/v1/chat/completions", body))["choices"][0]
     assert (whole["message"]["reasoning_content"] or "").startswith(reasoning)
     assert bool(whole["message"]["reasoning_content"]) == bool(reasoning)
-    assert_same(whole, await stream(door, "/v1/chat/completions", body))
+    assert_same(whole, await door.stream("/v1/chat/completions", body))
     as_it_is = body | {"separate_reasoning": False, "tools": None}
     whole = (await door.post("/v1/chat/completions", as_it_is))["choices"][0]
     assert whole["message"]["content"] == text and not whole["message"]["reasoning_content"]
-    assert_same(whole, await stream(door, "/v1/chat/completions", as_it_is))
+    assert_same(whole, await door.stream("/v1/chat/completions", as_it_is))
 
 
 def assert_same(whole: dict[str, Any], events: list[dict[str, Any]], at: int = 0) -> None:
@@ -174,7 +162,7 @@ def assert_same(whole: dict[str, Any], events: list[dict[str, Any]], at: int = 0
 async def test_reasoning_is_streamed_while_it_comes(door: FrontDoor) -> None:
     """Also beside tools, whose calls are known at the end."""
     say(door, f"<think>{'I multiply. ' * 60}</think> Well")
-    events = await stream(door, "/v1/chat/completions", chat([USER], tools=[TOOL], max_tokens=900))
+    events = await door.stream("/v1/chat/completions", chat([USER], tools=[TOOL], max_tokens=900))
     assert sum("reasoning_content" in event["choices"][0]["delta"] for event in events) > 3
 
 
@@ -183,7 +171,7 @@ async def test_each_copy_of_a_stream_is_that_of_the_whole_answer(door: FrontDoor
     body = chat([USER], n=3, tools=[TOOL], logprobs=True)
     body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     whole = await door.post("/v1/chat/completions", body)
-    events = await stream(door, "/v1/chat/completions", body)
+    events = await door.stream("/v1/chat/completions", body)
     for at, choice in enumerate(whole["choices"]):
         assert choice["index"] == at and choice["finish_reason"] == "tool_calls"
         assert_same(choice, events, at)
@@ -193,7 +181,7 @@ async def test_each_copy_of_a_stream_is_that_of_the_whole_answer(door: FrontDoor
     prompts = {"model": MODEL, "prompt": ["ab", "cd"], "n": 2, "max_tokens": 5}
     texts = [each["text"] for each in (await door.post("/v1/completions", prompts))["choices"]]
     pieces = ["", "", "", ""]
-    for event in await stream(door, "/v1/completions", prompts):
+    for event in await door.stream("/v1/completions", prompts):
         [choice] = event["choices"]
         pieces[choice["index"]] += choice["text"]
     assert pieces == texts
@@ -205,7 +193,7 @@ async def test_a_response_streams_the_items_of_the_whole_one(door: FrontDoor) ->
     for tools in ([], [function]):
         body = {"model": MODEL, "input": [USER], "tools": tools}
         whole = (await door.post("/v1/responses", body))["output"]
-        events = await stream(door, "/v1/responses", body)
+        events = await door.stream("/v1/responses", body)
         streamed = events[-1]["response"]["output"]
         done = [each for each in events if each["type"] == "response.output_item.done"]
         assert [each["item"] for each in done] == streamed
@@ -224,7 +212,7 @@ async def test_an_answer_that_was_cut_short_says_so_though_it_calls_a_tool(door:
     body = chat([USER], tools=[TOOL], max_tokens=limit, logprobs=True)
     [whole] = (await door.post("/v1/chat/completions", body))["choices"]
     assert whole["message"]["tool_calls"] and whole["finish_reason"] == "length"
-    assert_same(whole, await stream(door, "/v1/chat/completions", body))
+    assert_same(whole, await door.stream("/v1/chat/completions", body))
 
 
 async def test_logprobs_name_tokens_by_their_text_or_where_asked_by_their_id(
@@ -250,7 +238,7 @@ async def test_a_text_that_keeps_its_stop_string_ends_with_it(door: FrontDoor) -
     body["no_stop_trim"] = True
     [whole] = (await door.post("/v1/completions", body))["choices"]
     assert (whole["text"], whole["matched_stop"]) == ("one <5", "<5")
-    pieces = [event["choices"][0]["text"] for event in await stream(door, "/v1/completions", body)]
+    pieces = [event["choices"][0]["text"] for event in await door.stream("/v1/completions", body)]
     assert "".join(pieces) == "one <5"
 
 
@@ -269,8 +257,8 @@ async def test_a_stream_has_the_text_tokens_and_usage_of_the_whole_answer(door: 
         and choice["finish_reason"] == "length"
     )
     assert choice["text"] == text_of(choice["token_ids"])
-    events = await stream(
-        door, "/v1/completions", body | {"stream_options": {"include_usage": True}}
+    events = await door.stream(
+        "/v1/completions", body | {"stream_options": {"include_usage": True}}
     )
     choices = [each for event in events for each in event["choices"]]
     assert "".join(each["text"] for each in choices) == choice["text"]
@@ -287,7 +275,7 @@ async def test_a_stop_string_is_never_sent_and_ends_the_text(door: FrontDoor) ->
     for engine in door.engines.values():
         engine.script = tokens_of("one two STOP three")
     body = {"model": MODEL, "prompt": "Count", "max_tokens": 30, "stop": ["STOP"]}
-    choices = [event["choices"][0] for event in await stream(door, "/v1/completions", body)]
+    choices = [event["choices"][0] for event in await door.stream("/v1/completions", body)]
     assert "".join(each["text"] for each in choices) == "one two "
     assert (choices[-1]["finish_reason"], choices[-1]["matched_stop"]) == ("stop", "STOP")
 
@@ -342,8 +330,8 @@ async def test_a_response_calls_a_function_and_goes_on_with_its_output(door: Fro
 
 async def test_the_events_of_a_response_are_those_of_openai_in_their_order(door: FrontDoor) -> None:
     say(door, "It is 42.")
-    events = await stream(
-        door, "/v1/responses", {"model": MODEL, "input": [USER], "temperature": 0.5}
+    events = await door.stream(
+        "/v1/responses", {"model": MODEL, "input": [USER], "temperature": 0.5}
     )
     kinds = [event["type"] for event in events]
     deltas = kinds.count("response.output_text.delta")

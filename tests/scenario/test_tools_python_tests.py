@@ -363,7 +363,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], float]] = {
 }
 
 
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, PARTS))]
+)
 async def test_exactly_the_given_tests_count(rewards: RewardCalls, part: int) -> None:
     cases = dict(list(CASES.items())[part::PARTS])
     asked: list[dict[str, Any]] = [

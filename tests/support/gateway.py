@@ -1,6 +1,7 @@
 """A mesh of real services as processes before fake engines, with a gateway in front, for tests of
 its HTTP surface."""
 
+import json
 import os
 import signal
 import ssl
@@ -24,7 +25,15 @@ from treadle_runtime.server import serving
 
 ENGINES = ("e0", "e1")
 SERVICES = ("placement", "predictor", "migrator")  # beside the scheduler
+MODEL = "fake/model"
+PROMPT = list(range(10, 40))
+GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
 START_S = 120.0  # placement compiles its kernels at the first start on a machine
+
+
+def ask(prompt: list[int] = PROMPT, **more: Any) -> dict[str, Any]:
+    """A body of /generate."""
+    return {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True, **more}
 
 
 @dataclass
@@ -50,6 +59,19 @@ class FrontDoor:
             answer = await response.json()
             assert response.status == status, answer
             return answer
+
+    async def stream(self, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The events of a stream, without [DONE]."""
+        asked = {**body, "stream": True}
+        async with self.http.post(f"{self.url}{path}", json=asked, **self.how) as response:
+            assert response.status == 200 and response.content_type == "text/event-stream"
+            lines = [line async for line in response.content if line.startswith(b"data: {")]
+        return [json.loads(line[6:]) for line in lines]
+
+    def script(self, tokens: list[int]) -> None:
+        """What all engines sample from now on; what they do by themselves where it is empty."""
+        for engine in self.engines.values():
+            engine.script = tokens
 
     async def get(self, path: str) -> Any:
         """The JSON of an answer."""
