@@ -256,7 +256,12 @@ class Chat:
         if key not in self._thinks:
             token = str(require_model(self._model).encode("a", special=False)[0])
             asked |= {"max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
-            said = await self._engines.ask_any(lambda engine: engine.chat(asked))
+            try:
+                said = await self._engines.ask_any(lambda engine: engine.chat(asked))
+            except Refused as refusal:
+                if refusal.status >= 500:
+                    raise
+                said = {}  # a template that takes no such chat; the answer's own marks count then
             if len(self._thinks) >= REMEMBERED_ASKS:
                 self._thinks.clear()
             self._thinks[key] = bool(said.get("reasoning_content"))
