@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.fake_chat import teach_chat, tokens_of, write_tokenizer
+from support.fake_chat import tokens_of
 from support.fake_sglang import expected
-from support.gateway import GREEDY, MODEL, PROMPT, FrontDoor, ask, front_door
+from support.gateway import GREEDY, MODEL, PROMPT, FrontDoor, ask, chat_door
 from support.scheduler import scheduler_client
 from treadle.client import CALL_TOKENS
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FrontDoor]:
-    folder = tmp_path_factory.mktemp("door")
-    model = write_tokenizer(folder / "model")
-    async with front_door(folder, teach=teach_chat, tokenizer=str(model)) as door:
+    async with chat_door(tmp_path_factory.mktemp("door")) as door:
         yield door
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from support.fake_chat import render, teach_chat, text_of, tokens_of, write_tokenizer
+from support.fake_chat import render, text_of, tokens_of
 from support.fake_sglang import END_TOKEN, expected
-from support.gateway import MODEL, FrontDoor, front_door
+from support.gateway import MODEL, FrontDoor, chat_door, front_door
 from treadle_cli.certs import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,9 +24,7 @@ CALLING = '<think>I multiply</think> Well: call multiply {"a": 6, "b": 7};'
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FrontDoor]:
-    folder = tmp_path_factory.mktemp("door")
-    model = write_tokenizer(folder / "model")
-    async with front_door(folder, teach=teach_chat, tokenizer=str(model)) as door:
+    async with chat_door(tmp_path_factory.mktemp("door")) as door:
         yield door
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 from support.conditions import until_said
+from support.fake_chat import teach_chat, write_tokenizer
 from support.fake_sglang import FakeSglang
 from support.processes import fork_server, free_port
 from treadle.certificates import AUTHORITY
@@ -204,4 +205,12 @@ async def front_door(
             lambda said: said == {"mesh": "there", "engines": len(urls)},
             START_S,
         )
+        yield door
+
+
+@asynccontextmanager
+async def chat_door(folder: Path) -> AsyncIterator[FrontDoor]:
+    """A front door with the tokenizer, template and parsers of `fake_chat`."""
+    model = write_tokenizer(folder / "model")
+    async with front_door(folder, teach=teach_chat, tokenizer=str(model)) as door:
         yield door
