@@ -75,7 +75,7 @@ RIGHT: list[tuple[str, list[str]]] = [
     (r"\ln 5", [r"\log 5"]),
     (r"\sqrt{x}", [r"\sqrt{x}\text{ units}"]),
     (r"e^{-as}F(s)", [r"e^{-as}F(s)\text{ units}"]),
-    (r"(\ker g)^*", [r"\boxed{(\ker g)^*}"]),
+    (r"(\ker g)^*", [r"\boxed{(\ker g)^*}", r"\boxed{(\ker g)^*\text{ units}}"]),
     (r"\frac{1}{2004!}", [r"\dfrac{1}{2004!}"]),
     # Texts
     (r"\text{Friday}", ["Friday", "friday", r"\boxed{\textbf{Friday}}", "The answer is Friday."]),

@@ -156,7 +156,7 @@ UNITS = {
 }
 POWER = r"(?:\s*\^\s*(?:\{\s*\d\s*\}|\d)|[²³])?"
 UNIT = re.compile(
-    r"(?P<value>.*[\w)}\]|!°%])"
+    r"(?P<value>.*(?:[\w)}\]|!°%]|\^\*))"
     rf"(?P<unit>(?:\s*{TEXT_COMMAND}\{{(?!\s*[ie]\s*\}})[^{{}}]*[A-Za-z][^{{}}]*\}}{POWER}[.\s]*)+"
     rf"|\s+(?:[A-Za-z]{{2,}}\.?(?:\s+|(?={POWER}$)))*[A-Za-z]{{2,}}\.?{POWER})",
     re.DOTALL,
