@@ -113,7 +113,7 @@ class Prober:
         return whole(path, said)
 
     async def problem(self, request: Hostile) -> str | None:
-        """What is wrong with the answer to a request; None: nothing."""
+        """Return what is wrong with the answer to a request; None where nothing is."""
         try:
             said = await self.send(self.door.url, request)
         except TimeoutError:
@@ -127,7 +127,7 @@ class Prober:
         return await self._problem_of_error(request, said)
 
     async def problems(self, requests: Iterable[Hostile]) -> list[str]:
-        """What is wrong with the answers to these requests, until the engine ends."""
+        """Return what is wrong with the answers to these requests, until the engine ends."""
         found: list[str] = []
         waiting = iter(requests)
 
@@ -228,7 +228,7 @@ def add(before: dict[str, Any], part: Mapping[str, Any]) -> None:
 
 
 def differences(ours: Any, theirs: Any, at: str = "") -> Iterator[str]:
-    """What differs between two answers, apart from what is of one call. Nothing, an empty list and 0
+    """Return what differs between two answers, apart from what is of one call. Nothing, an empty list and 0
     are alike."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
         for name in sorted(ours.keys() | theirs.keys()):

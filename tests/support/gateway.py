@@ -70,7 +70,7 @@ class FrontDoor:
         return [json.loads(line[6:]) for line in lines]
 
     def script(self, tokens: list[int]) -> None:
-        """What all engines sample from now on; what they do by themselves where it is empty."""
+        """Let all engines sample these tokens from now on, or their own where there are none."""
         for engine in self.engines.values():
             engine.script = tokens
 

@@ -221,7 +221,7 @@ class Refused(Exception):  # noqa: N818 - what happened to the request
 
 @dataclass(frozen=True)
 class Bounds:
-    """What an engine is started for, and the limits within which it survives a request. vocab_size:
+    """Abilities of an engine, and the limits within which it survives a request. vocab_size:
     its token ids are below; 0: it does not say. deterministic: it honours seeds, and dies of min_p
     together with them. incremental: an event of its streams has the new tokens alone, not all so
     far. experts: it returns routed experts."""

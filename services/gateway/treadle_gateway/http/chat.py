@@ -122,7 +122,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class _Parsers:
-    """What the engines do with chats."""
+    """Parsers and habits of the engines that concern chats."""
 
     tool: str
     """SGLang's name of the parser of tool calls; empty where there is none."""
