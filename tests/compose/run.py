@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import treadle
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE = shlex.split(os.environ.get("COMPOSE", "docker compose"))
+os.environ.setdefault("NATS_PASSWORD", secrets.token_hex(32))
 SCHEDULER = "127.0.0.1:7401"
 HEALTHY_WITHIN_S = 900
 UP = ("up", "--detach", "--no-build", "--wait", "--wait-timeout", str(HEALTHY_WITHIN_S))
@@ -156,7 +158,10 @@ def run_examples(report: Report) -> None:
 
 
 def check_images(report: Report) -> None:
-    report.say("\n| image | MB | user | root file system | capabilities |\n|---|---|---|---|---|")
+    report.say(
+        "\n| image | MB | user | root file system | capabilities | system calls |"
+        "\n|---|---|---|---|---|---|"
+    )
     for name, container in sorted(containers().items()):
         image = inspect(container, ".Image")
         size_mb = inspect(image, ".Size") / 1e6
@@ -170,8 +175,10 @@ def check_images(report: Report) -> None:
         size = report.check(others or size_mb <= most, f"{size_mb:.0f}")
         user = report.check(user.startswith("65532"), user or "root")
         frozen = report.check(read_only, "read-only" if read_only else "writable")
+        options = inspect(container, ".HostConfig.SecurityOpt") or []
         report.say(
-            f"| {name} | {size} | {user} | {frozen} | {report.check(dropped == ['ALL'], 'none')} |"
+            f"| {name} | {size} | {user} | {frozen} | {report.check(dropped == ['ALL'], 'none')} | "
+            f"{report.check('seccomp=unconfined' not in options, 'filtered')} |"
         )
 
 

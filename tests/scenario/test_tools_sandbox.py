@@ -2,6 +2,7 @@
 goes on."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from support.conditions import until
 from support.docker_daemon import DockerDaemon, docker_daemon
 from support.escapes import ATTEMPTS as ATTEMPTS_ANYWHERE
 from support.escapes import FORK_BOMB
-from support.processes import ServiceProcess, command_line
+from support.processes import ServiceProcess, command_line, import_path
 from support.tools import ToolsCalls, calls_to, limits, serve, shared_tools
 from treadle.tools.v1 import tools_pb2 as pb
 
@@ -28,6 +29,8 @@ TROUBLE = (pb.RESULT_STATUS_TOOL_ERROR, pb.RESULT_STATUS_CRASHED, pb.RESULT_STAT
 with_cgroups = serve("python")
 without_cgroups = serve("python", CGROUPS="off")
 as_a_user = serve("python", CGROUPS="off", as_user=True)
+PROFILE = Path(__file__).resolve().parents[2] / "services/tools/seccomp.json"
+under_the_profile = serve("python", CGROUPS="off", as_user=True, seccomp=PROFILE)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +153,55 @@ def test_the_attempts_succeed_outside_a_sandbox(name: str, names: str) -> None:
         [sys.executable, "-c", names + ATTEMPTS[name]], capture_output=True, text=True
     )
     assert (outside.stdout != "contained\n", outside.stderr) == (True, "")
+
+
+async def test_a_sandbox_works_under_the_profile_of_a_container(
+    under_the_profile: ServiceProcess,
+) -> None:
+    """As in Compose: system calls filtered, no privileges to gain, no capability."""
+    status = await asyncio.to_thread(
+        Path(f"/proc/{under_the_profile.pid}/status").read_text, encoding="utf-8"
+    )
+    held = dict(line.split(":\t") for line in status.splitlines() if ":\t" in line)
+    assert (held["Seccomp"], held["NoNewPrivs"], int(held["CapEff"], 16)) == ("2", "1", 0)
+    async with calls_to(under_the_profile) as calls:
+        for trajectory_id in ("", "agent"):
+            result = await calls.python("import os; os.getuid()", trajectory_id=trajectory_id)
+            assert (result.output, result.error) == ("65534\n", "")
+
+
+REFUSED = """
+import ctypes, errno, json, sys
+from support.seccomp import confine, library
+calls = ("keyctl", "ptrace", "setns", "io_uring_setup", "name_to_handle_at", "move_mount")
+call = ctypes.CDLL(None, use_errno=True).syscall
+def tried():
+    found = []
+    for name in calls:
+        assert call(library().seccomp_syscall_resolve_name(name.encode()), -1, 0, 0, 0, 0, 0) == -1, name
+        found.append(errno.errorcode[ctypes.get_errno()])
+    for family in (38, 40):  # AF_ALG, AF_VSOCK
+        call(library().seccomp_syscall_resolve_name(b"socket"), family, 9, 0)
+        found.append(errno.errorcode[ctypes.get_errno()])
+    return found
+before = tried()
+confine(json.load(open(sys.argv[1])))
+print(json.dumps([before, tried()]))
+"""
+
+
+def test_the_profile_of_a_container_refuses_what_no_sandbox_needs() -> None:
+    """Calls with bad arguments: refused for these before, and for themselves afterwards."""
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(PROFILE)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": import_path()},
+    )
+    assert done.returncode == 0, done.stderr
+    before, after = json.loads(done.stdout)
+    assert "EPERM" not in before
+    assert set(after) == {"EPERM"}
 
 
 async def test_a_flood_of_output_is_cut_and_says_so(plain_calls: ToolsCalls) -> None:

@@ -157,11 +157,17 @@ def import_path(*more: Path) -> str:
 
 
 def start_process(
-    module: str, service: str, env: Mapping[str, str], folder: Path, *, as_user: bool = False
+    module: str,
+    service: str,
+    env: Mapping[str, str],
+    folder: Path,
+    *,
+    as_user: bool = False,
+    seccomp: Path | None = None,
 ) -> ServiceProcess:
     """Start `python -m module` on a free port; its ready file and stderr go to `folder`. as_user:
     as a user who is not root and has no right over the machine, in a namespace where this user is
-    another one."""
+    another one. seccomp: under this profile of system calls, as in a container."""
     if service == "tools" and not env.keys() & {"TREADLE_TOOLS_BACKEND", "TREADLE_TOOLS_BWRAP"}:
         need_sandbox()
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,8 +180,10 @@ def start_process(
     environment = clean_environment({**own, **env})
     process: subprocess.Popen[bytes] | ForkedProcess
     with (folder / "stderr").open("ab") as stderr:
-        if as_user and os.geteuid() == 0:
-            command = [*AS_USER, sys.executable, "-m", module]
+        if seccomp is not None or (as_user and os.geteuid() == 0):
+            user = AS_USER if as_user and os.geteuid() == 0 else ()
+            under = () if seccomp is None else ("support.seccomp", str(seccomp))
+            command = [*user, sys.executable, "-m", *under, module]
             process = subprocess.Popen(command, env=environment, stdout=stderr, stderr=stderr)
         else:
             process = fork_server().start(module, environment, stderr.fileno())

