@@ -14,7 +14,7 @@ RUFF_PATHS := clients core learned runtime services sim cli research examples te
 # compiles the tree's modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup frameworks demo test test-quick test-full test-others test-frameworks fuzz test-research test-changed test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels protos protos-bundle \
+.PHONY: help setup frameworks demo test test-quick test-full test-others test-frameworks fuzz test-research test-changed test-compose check lint types manifests check-protos wheels verify docs docs-serve release-wheels locks protos protos-bundle \
   protos-release bench-tools bench-shaping clean
 
 help:            ## what there is
@@ -108,6 +108,9 @@ bench-shaping: $(MESH_READY) ## which samples are trained: DARTS, RollArt, a les
 
 check-protos:    ## lint of protos/, and no change that would break clients of the last release
 	@scripts/check-protos.sh
+
+locks:           ## hashes of the packages that images install, after a change of the tested versions
+	@scripts/lock-images.sh
 
 protos:          ## regenerate the stubs under clients/python
 	@scripts/generate-protos.sh

@@ -12,7 +12,7 @@ trap 'rm -rf "$made"' EXIT
 mkdir "$made/docs"
 "$("$root/scripts/codegen-venv.sh")/python" "$root/scripts/rpc_reference.py" >"$made/docs/rpc.md"
 tar -C "$root" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --mode=u=rwX,go=rX --transform="s,^,$name/," \
-  --exclude=released.binpb --exclude={node_modules,gen,agent.js,treadle-agent,go.sum,__pycache__} \
+  --exclude=released.binpb --exclude={node_modules,gen,agent.js,treadle-agent,__pycache__} \
   -c LICENSE protos docs/clients.md docs/training.md docs/rewards.md examples -C "$made" docs/rpc.md |
   gzip -n >"$folder/$name.tar.gz"
 echo "$folder/$name.tar.gz"

@@ -34,4 +34,4 @@ if ! docker image inspect "$prefix/nats" >/dev/null 2>&1; then
   docker build -q -t "$prefix/nats" "$context" >/dev/null
   rm -r "$context"
 fi
-echo "BUILD_IMAGE=$prefix/build SERVICE_IMAGE=$prefix/service TOOLS_IMAGE=$prefix/tools ENGINE_IMAGE=$prefix/engine NATS_IMAGE=$prefix/nats"
+echo "BUILD_IMAGE=$prefix/build SERVICE_IMAGE=$prefix/service TOOLS_IMAGE=$prefix/tools ENGINE_IMAGE=$prefix/engine NATS_IMAGE=$prefix/nats TORCH_FROM_PYPI=1"
