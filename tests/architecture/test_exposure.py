@@ -98,7 +98,7 @@ def test_nats_knows_its_clients_and_shows_its_figures_to_its_own_pod(name: str) 
         for each in rendered(name)
         if each["kind"] == "ConfigMap" and each["metadata"]["name"] == volume["configMap"]["name"]
     ]
-    assert "verify_and_map: true" in written and "authorization {" in written
+    assert "verify_and_map: true" in written and "scheduler.treadle" in written
     assert 'http: "127.0.0.1:8222"' in written
 
 

@@ -107,7 +107,10 @@ def test_images_install_nothing_without_a_hash() -> None:
     ]
     assert installs
     for line in installs:
-        assert "--require-hashes" in line or "--no-index" in line, line
+        assert re.search(r" --(require-hashes|no-index) ", line), line
+    called = [name for file in files for name in re.findall(r"[\w-]+\.sh\b", file.read_text())]
+    assert set(called) == {"install-torch.sh"}, "what others install has no hash"
+    assert 'if [ -n "${TORCH_FROM_PYPI}" ]; then ./install-torch.sh' in files[1].read_text()
 
 
 def test_no_script_fetches_what_it_does_not_check() -> None:
