@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the hashes of the packages that images install, in the versions that were tested (requirements-mesh.txt, the engine's
-# constraints.txt): of all their files, so for every platform.
+# constraints.txt): of all their files, so for every platform. And the digest of SGLang's image, where a registry answers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 engine=services/sidecar/engine
@@ -34,3 +34,10 @@ lock --no-deps "$made/engine.in" $engine/images.txt
 grep -E '^torch(vision)?==' $engine/constraints.txt >"$made/torch.in"
 lock --no-deps --index-url "${TREADLE_TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" "$made/torch.in" $engine/torch.txt ||
   echo "$engine/torch.txt stays as it is: PyTorch's index does not answer"
+
+sglang=lmsysorg/sglang:v$(sed -n 's/^sglang==//p' $engine/constraints.txt)
+if digest=$(docker buildx imagetools inspect "$sglang" --format '{{.Manifest.Digest}}' 2>/dev/null); then
+  sed -i -E "s|lmsysorg/sglang:v[0-9.]+(@sha256:[0-9a-f]+)?|$sglang@$digest|" compose.gpu.yml k8s/components/gpu/gpu/gpu.yaml
+else
+  echo "$sglang stays named by its tag: no registry answers (docker buildx imagetools)"
+fi

@@ -20,7 +20,7 @@ ON_THE_MACHINES_NETWORK = {
     *("scheduler", "scheduler-standby", "predictor", "placement", "migrator", "rollout"),
     *("gateway", "console", "sidecar-0", "sidecar-1", "engine-0", "engine-1"),
 }
-GPU_ENGINES = {"lmsysorg/sglang:v0.5.23"}  # SGLang's own image runs as root and writes caches
+GPU_ENGINES = "lmsysorg/sglang:"  # SGLang's own image runs as root and writes caches
 
 every_render = pytest.mark.parametrize("name", RENDERED)
 every_compose = pytest.mark.parametrize("files", COMPOSED, ids="+".join)
@@ -219,7 +219,7 @@ def test_every_container_is_confined(files: tuple[str, ...]) -> None:
         assert not taken, name
         sources = [mount.split(":")[0] for mount in service.get("volumes", [])]
         assert not [each for each in sources if "docker.sock" in each or each == "/"], name
-        if service["image"] not in GPU_ENGINES:
+        if not service["image"].startswith(GPU_ENGINES):
             assert service["read_only"] is True, name
             assert runs_as(service) not in ("", "0", "root"), name
 
