@@ -1,10 +1,13 @@
 """Scenarios of one trajectory through treadle.Client, against fakes behind real servers."""
 
 import asyncio
+from typing import Any
 
+import grpc
 import pytest
 import treadle
 from support.fake_engine import logprob_at, token_at
+from support.fake_servicer import Refusal
 from support.mesh_in_process import fake_mesh, generate, one_trajectory
 from treadle.scheduler.v1 import scheduler_pb2
 
@@ -70,14 +73,61 @@ async def test_a_trajectory_of_two_turns_with_a_tool_and_an_environment_comes_ou
         assert steps[1].tool_time.ToNanoseconds() > 0
 
 
-async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error_with_its_field() -> None:
+async def test_a_failing_tool_is_a_result_and_an_unknown_tool_is_an_error() -> None:
     async with one_trajectory(prompt=PROMPT) as (_, t):
         result = await t.tool("echo", {"fail": 1})
         assert (result.status, result.error, result.ok) == ("tool_error", "ValueError: no", False)
         with pytest.raises(treadle.TreadleError) as refused:
             await t.tool("nothing", {})
         assert refused.value.reason == "TOOL_NOT_FOUND"
-        assert [v.field for v in refused.value.field_violations] == ["tool"]
+
+
+@pytest.mark.parametrize(
+    ("reward", "outcome", "names"),
+    [
+        ("failed", "finished", "reward must be a finite number"),
+        (float("nan"), "finished", "reward must be a finite number"),
+        ([1.0], "finished", "reward must be a finite number"),
+        (None, "done", "outcome must be one of finished"),
+    ],
+)
+async def test_a_trajectory_that_was_closed_with_wrong_arguments_can_be_closed_with_right_ones(
+    reward: Any, outcome: Any, names: str
+) -> None:
+    """Result: the error names the argument, and the trajectory goes on until it is closed."""
+    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
+        with pytest.raises(ValueError, match=names):
+            await t.close(reward, outcome)
+        await generate(t, 4)
+        await t.close(1, "failed")
+        assert mesh.scheduler.outcomes == {t.trajectory_id: scheduler_pb2.OUTCOME_FAILED}
+        assert mesh.scheduler.requests("CloseTrajectory")[0].reward == 1.0
+        await t.close("again")  # type: ignore[arg-type]  # does nothing once closed
+
+
+async def test_a_closing_that_the_scheduler_finds_wrong_can_be_made_right() -> None:
+    async with one_trajectory("e0", prompt=PROMPT) as (mesh, t):
+        wrong = Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", fields=("reward",))
+        mesh.scheduler.refuse_next("CloseTrajectory", wrong)
+        with pytest.raises(treadle.TreadleError, match="reward"):
+            await t.close(0.5)
+        await t.close(0.25)
+        assert [each.reward for each in mesh.scheduler.requests("CloseTrajectory")] == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("ids", [["x"], [1.5], [2**31], [-1], "text"])
+async def test_what_are_no_token_ids_is_refused_before_anything_changes(ids: Any) -> None:
+    """Neither an observation nor a prompt. Result: the next turn runs."""
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        with pytest.raises(ValueError, match="prompt must be token ids"):
+            await client.open(prompt_id="p0", sample=0, prompt=ids)
+        assert not mesh.scheduler.requests("OpenTrajectory")
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        with pytest.raises(ValueError, match="token_ids must be token ids"):
+            t.observe(ids)
+        t.observe(each for each in (7, 8))  # type: ignore[arg-type]
+        assert (t.tokens, len(t.loss_mask), len(t.logprobs)) == ([*PROMPT, 7, 8], 5, 5)
+        await generate(t, 4)
 
 
 async def test_the_cap_of_a_trajectory_cuts_a_step_and_then_refuses_the_next() -> None:

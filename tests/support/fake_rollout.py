@@ -128,7 +128,7 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
             )
             return tools_pb2.InvokeResponse(result=result)
         if request.tool != "echo":
-            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND")
         arguments = json.loads(request.arguments_json)
         if "fail" in arguments:
             result = tools_pb2.ToolResult(
@@ -144,7 +144,7 @@ class FakeTools(FakeServicer, tools_pb2_grpc.ToolsServiceServicer):
         self, request: tools_pb2.OpenSessionRequest
     ) -> tools_pb2.OpenSessionResponse | Refusal:
         if request.tool not in ENVIRONMENTS:
-            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND", fields=("tool",))
+            return Refusal(grpc.StatusCode.NOT_FOUND, "TOOL_NOT_FOUND")
         session = tools_pb2.Session(session_id=f"s-{len(self.calls)}", tool=request.tool)
         self.sessions[session.session_id] = 0
         return tools_pb2.OpenSessionResponse(

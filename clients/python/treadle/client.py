@@ -43,6 +43,7 @@ from treadle.types import (
     Shaping,
     ShapingReport,
     TrajectoryEnded,
+    checked_ids,
 )
 from treadle.weights import FleetCalls
 
@@ -161,9 +162,10 @@ class Client(FleetCalls):
         for none. hardware_tags: only engines that carry all of them run it; while none does, its
         steps wait, and once that is so for MISSING_TAGS_S of the scheduler (180 s) they raise
         NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and never migrate. on_change: called after
-        each step and tool call. Errors: TypeError; TreadleError INVALID_ARGUMENT with
+        each step and tool call. Errors: TypeError, ValueError; TreadleError INVALID_ARGUMENT with
         field_violations.
         """
+        prompt = checked_ids("prompt", prompt)
         if isinstance(hardware_tags, str):  # it is a sequence too: of its letters
             raise TypeError(
                 f"hardware_tags must be a sequence of tags such as ({hardware_tags!r},), is a text"

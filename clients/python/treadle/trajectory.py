@@ -13,9 +13,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
+
+import grpc
 
 from treadle.connection import Mesh, TrajectoryTrace, finish, request_id
 from treadle.errors import TokensSpent, TreadleError, refused
@@ -34,6 +37,7 @@ from treadle.types import (
     ToolResult,
     ToolStatus,
     VersionSpan,
+    checked_ids,
     duration,
     seconds,
     words_of,
@@ -192,7 +196,9 @@ class Trajectory:
         )
 
     def observe(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy did not sample: a tool's output, a chat template."""
+        """Append tokens that the policy did not sample: a tool's output, a chat template. Raises
+        ValueError for what are no token ids, before anything changes."""
+        token_ids = checked_ids("token_ids", token_ids)
         self._require_open()
         if self._run is not None and not self._run.leave():
             raise refused(
@@ -272,12 +278,13 @@ class Trajectory:
         """End the step, the sessions and the trajectory, here and at the scheduler. Does nothing
         once closed.
 
-        After a TreadleError (the scheduler could not be reached) it may be called again and repeats
-        the first request. Where the caller is cancelled meanwhile, the cancellation is raised once
-        the trajectory is closed.
+        Raises ValueError for a reward or an outcome that is none, before anything changes. After a
+        TreadleError (the scheduler could not be reached) it may be called again and repeats the
+        first request. Where the caller is cancelled meanwhile, the cancellation is raised once the
+        trajectory is closed.
         """
         if self.outcome is None:
-            self.reward, self.outcome = reward, outcome
+            self.reward, self.outcome = _checked_reward(reward), _checked_outcome(outcome)
         if self.closed_s is None:
             await finish(self._end())
 
@@ -324,6 +331,8 @@ class Trajectory:
                 error.reason == TRAJECTORY_CLOSED
             ):  # by the scheduler, as where the lease had run out
                 self._mark_closed()
+            elif error.code is grpc.StatusCode.INVALID_ARGUMENT:  # it is open, for other arguments
+                self._closing = self.outcome = self.reward = None
             raise
         self._mark_closed()
 
@@ -400,6 +409,27 @@ class Trajectory:
             raise refused(
                 TRAJECTORY_CLOSED, f"trajectory {self.trajectory_id} was closed as {self.outcome}"
             )
+
+
+def _checked_reward(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"reward must be a finite number or None, is {reward!r}; an outcome is given as "
+            "close(outcome=...)"
+        )
+    return number
+
+
+def _checked_outcome(outcome: Outcome) -> Outcome:
+    if outcome not in get_args(Outcome):
+        raise ValueError(f"outcome must be one of {', '.join(get_args(Outcome))}, is {outcome!r}")
+    return outcome
 
 
 async def undo_opening(admission: asyncio.Task[Trajectory], timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -434,6 +434,17 @@ def pack_ids(ids: Sequence[int]) -> bytes:
     """Pack token ids, 4 bytes each. Raises OverflowError for an id outside int32, TypeError for
     what is not an integer."""
     return _little_endian(array("i", ids)).tobytes()
+
+
+def checked_ids(field: str, ids: Iterable[int]) -> list[int]:
+    """Return token ids as a list. Raises ValueError naming the field for what no engine takes."""
+    try:
+        found = array("i", list(ids)).tolist()
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{field} must be token ids from 0 to {2**31 - 1}: {error}") from None
+    if min(found, default=0) < 0:
+        raise ValueError(f"{field} must be token ids from 0 to {2**31 - 1}, has {min(found)}")
+    return found
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
