@@ -14,7 +14,7 @@ from support.conditions import until
 from support.engine_steps import Step, run_step, step_request, ticket
 from support.fake_scheduler import FakeScheduler
 from support.fake_servicer import Port
-from support.fake_sglang import FakeSglang, expected, fake_sglang
+from support.fake_sglang import Failure, FakeSglang, expected, fake_sglang
 from support.rpc import refused
 from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -28,6 +28,8 @@ STALL_S = 1.0
 @pytest.fixture(autouse=True)
 def _impatient_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treadle_core.engine_queue.pace.IDLE_PROBE_S", 0.5)
+    monkeypatch.setattr("treadle_core.engine_queue.pace.SUSPECT_PROBE_S", 0.3)
+    monkeypatch.setattr("treadle_sidecar.probe.CHECK_S", 0.2)
 
 
 @pytest.fixture
@@ -169,3 +171,79 @@ async def test_an_engine_that_loads_weights_is_neither_lost_nor_probed(
         await update
         assert (await step).require_whole().version_spans[0].weight_version == "v2"
         assert not scheduler.requests("DeregisterEngine")
+
+
+FAILURES = [
+    Failure("http", 500),
+    Failure("http", 503),
+    Failure("http", 401),
+    Failure("event", 500),
+    Failure("abort", 503),
+]
+REFUSALS = [Failure("http", 400), Failure("event", 400), Failure("abort", 400)]
+
+
+async def test_an_engine_that_fails_at_once_is_lost_for_its_steps_and_given_back(
+    nats_url: str, engine: FakeSglang, scheduler: FakeScheduler
+) -> None:
+    """In each way of SGLang. Result: the step may go on elsewhere, the lease is given back at once,
+    since a probe fails too, and the engine is registered again once a probe gets its tokens."""
+    async with sidecar(nats_url, engine.url, scheduler=scheduler.address) as side:
+        for failure in FAILURES:
+            await until(lambda: scheduler.leases)
+            engine.failure = failure
+            with refused("ENGINE_LOST", grpc.StatusCode.UNAVAILABLE, says="the engine fails"):
+                await run_step(side.stub, greedy(5))
+            await until(lambda: not scheduler.leases)
+            engine.failure = None
+            await side.until_engine_is(True)
+
+
+async def test_a_request_that_the_engine_finds_at_fault_is_refused_and_the_engine_stays(
+    nats_url: str, engine: FakeSglang
+) -> None:
+    async with sidecar(nats_url, engine.url) as side:
+        for engine.failure in REFUSALS:
+            with refused(
+                "ENGINE_REFUSED", grpc.StatusCode.FAILED_PRECONDITION, says="engine fails"
+            ):
+                await run_step(side.stub, greedy(5))
+        engine.failure = None
+        assert (await side.load()).engine_healthy
+        (await run_step(side.stub, greedy(5))).require_whole()
+
+
+async def test_a_request_that_upsets_its_engine_ends_no_other_step_there(
+    nats_url: str, engine: FakeSglang
+) -> None:
+    """One prompt alone makes the engine fail. Result: its step may go on elsewhere, another step
+    goes on here, and the engine is not given up."""
+    async with sidecar(nats_url, engine.url) as side:
+        engine.failure, engine.fails = Failure("http", 500), lambda body: 666 in body["input_ids"]
+        other = Step(side.stub, greedy(100))
+        await other.until_tokens(1)
+        for _ in range(3):
+            with refused("ENGINE_LOST"):
+                await run_step(side.stub, greedy(5, [5, 666]))
+        await until(lambda: engine.probes)
+        (await other).require_whole()
+        assert (await side.load()).engine_healthy
+
+
+async def test_an_engine_whose_streams_bring_nothing_is_lost_although_it_answers_requests(
+    nats_url: str, engine: FakeSglang
+) -> None:
+    """Requests in one piece are answered all the time. Result: the engine is lost until streams
+    bring tokens again."""
+    async with sidecar(nats_url, engine.url, engine_stall_s=STALL_S, decode_base_s=0.01) as side:
+        step = Step(side.stub, greedy(3000))
+        await step.until_tokens(5)
+        engine.is_mute = True
+        with refused("ENGINE_LOST", says="no progress"):
+            await step
+        probes = engine.probes
+        await until(lambda: engine.probes >= probes + 2)
+        assert not (await side.load()).engine_healthy
+        engine.is_mute = False
+        await side.until_engine_is(True)
+        (await run_step(side.stub, greedy(5))).require_whole()

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from support.conditions import until_said
 from support.engine_steps import Step, evict, run_step, step_request, ticket
-from support.fake_sglang import FakeSglang, expected, fake_sglang, text_of
+from support.fake_sglang import VOCAB, FakeSglang, expected, fake_sglang, text_of
 from support.rpc import refused
 from support.sidecar_in_process import sidecar
 from treadle.common.v1.tokens_pb2 import SamplingParams
@@ -90,6 +90,7 @@ async def test_an_engine_that_cannot_run_a_step_says_which_argument_to_change(
         ("output_ids", ["x"]),
         ("output_ids", [2**31]),
         ("output_ids", [-1]),
+        ("output_ids", [VOCAB]),
         ("completion_tokens", "1"),
         ("completion_tokens", 21),
         ("weight_version", "\ud800"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.conditions import until, until_said
-from support.fake_sglang import FakeSglang, expected
+from support.fake_sglang import Failure, FakeSglang, expected
 from support.gateway import FrontDoor, front_door
 from support.scheduler import scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
@@ -222,7 +222,13 @@ async def test_every_request_ends_where_the_mesh_dies_in_its_midst_and_later_one
             assert answer["output_ids"] == expected(prompt, 150)
             assert len(answer["meta_info"]["output_token_logprobs"]) == 150
         await door.until_mesh("away")
-        assert (await door.post("/generate", ask(PROMPT)))["output_ids"] == expected(PROMPT, 12)
+        door.engines["e0"].failure = Failure("http", 503)
+        for _ in range(3):  # it fails at once, and so has the fewest requests
+            assert (await door.post("/generate", ask(PROMPT)))["output_ids"] == expected(PROMPT, 12)
+        door.engines["e1"].failure = Failure("event", 500)
+        await door.post("/generate", ask(PROMPT), 503)
+        for engine in door.engines.values():
+            engine.failure = None
         await door.start_mesh()
         await door.until_mesh("there")
         answer = await door.post("/generate", ask(PROMPT))

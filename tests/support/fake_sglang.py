@@ -12,10 +12,12 @@ token's text is one letter; the next token is a hash of position and predecessor
 import asyncio
 import base64
 import json
+import math
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from aiohttp import web
 from support.conditions import until
@@ -25,6 +27,7 @@ VOCAB = 1000
 END_TOKEN = 2
 PAGE = 16
 CONTEXT = 4096
+PROBE = "-generates"  # the end of the rid of a sidecar's probe
 LAYERS, EXPERTS_PER_TOKEN = 3, 2  # whose experts are numbered through, token by token
 
 
@@ -44,6 +47,16 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 def text_of(tokens: Sequence[int]) -> str:
     """One letter a token."""
     return "".join(chr(ord("a") + token % 26) for token in tokens)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a request fails at once: by a status of HTTP, an event in its stream with that status, or
+    an abort with it. As SGLang does for what its handlers raise, for a request that it refuses
+    after its stream has begun, and for one that its scheduler process gives up."""
+
+    how: Literal["http", "event", "abort"]
+    status: int
 
 
 class FakeSglang:
@@ -77,9 +90,13 @@ class FakeSglang:
             False  # whether streams hang after their last token, before they say how they ended
         )
         self.prefill_s = 0.0  # before the first token of a stream
+        self.failure: Failure | None = None  # of all streams that `fails` chooses
+        self.fails: Callable[[dict[str, Any]], bool] = lambda body: True
+        # whether streams bring nothing, while requests that are no streams are answered
+        self.is_mute = False
         # what an update of the weights takes; whether one is under way
         self.load_s, self.loading = (0.0, False)
-        self.probes = 0  # requests for one token that no step makes
+        self.probes = 0  # streams that no step makes; they are not in `requests`
         self._goes_on = asyncio.Event()
         self._goes_on.set()
         self.after_abort = after_abort
@@ -100,7 +117,7 @@ class FakeSglang:
         self.requests: list[dict[str, Any]] = []
         self.traceparents: list[str] = []  # of the requests
         self.most_running = 0
-        self.sampled = 0  # tokens, of all streams
+        self.sampled = 0  # tokens, of all streams of steps
         self._stored = stored if stored is not None else {}
         self._cached: dict[str, list[list[int]]] = {}
         self._running: dict[str, asyncio.Event] = {}
@@ -121,8 +138,7 @@ class FakeSglang:
 
     @property
     def steps(self) -> int:
-        """Streams that were asked for. `requests` has also what a sidecar asks to see whether the
-        engine generates."""
+        """Streams of steps that were asked for."""
         return sum(bool(request.get("stream")) for request in self.requests)
 
     async def start(self) -> None:
@@ -185,8 +201,11 @@ class FakeSglang:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        self.requests.append(body)
-        self.traceparents.append(request.headers.get("traceparent", ""))
+        is_probe = str(body.get("rid")).endswith(PROBE)
+        self.probes += is_probe
+        if not is_probe:
+            self.requests.append(body)
+            self.traceparents.append(request.headers.get("traceparent", ""))
         if body.get("token_ids_logprob") == [-1]:
             message = (
                 "token_ids_logprob contains out-of-vocabulary token id -1; valid range is "
@@ -201,7 +220,6 @@ class FakeSglang:
         )
         cached, storage = self._hit(ids, salt)
         if not body.get("stream"):
-            self.probes += ids == [0]
             await self._goes_on.wait()
             self._keep(ids, salt)
             if body.get("return_logprob"):
@@ -213,11 +231,20 @@ class FakeSglang:
             return web.json_response(
                 {"error": {"message": f"Duplicate request ID detected: {body['rid']}"}}, status=400
             )
+        failure = self.failure if self.fails(body) else None
+        if failure is not None and failure.how == "http":
+            says = {"error": {"message": "the engine fails"}}
+            return web.json_response(says, status=failure.status)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if failure is not None:
+            await self._fail(response, body["rid"], failure)
+            return response
         if isinstance(request.transport, asyncio.WriteTransport):
             self._transports.add(request.transport)
-        aborted = self._running[body["rid"]] = asyncio.Event()
+        aborted = asyncio.Event()
+        if not is_probe:
+            self._running[body["rid"]] = aborted
         self.most_running = max(self.most_running, len(self._running))
         try:
             await self._stream(response, body["rid"], ids, params, aborted, (cached, storage))
@@ -227,6 +254,19 @@ class FakeSglang:
         finally:
             self._running.pop(body["rid"], None)
         return response
+
+    async def _fail(self, response: web.StreamResponse, rid: str, failure: Failure) -> None:
+        """The only chunk of a stream that fails."""
+        message, status = "the engine fails", failure.status
+        if failure.how == "event":
+            kind = "invalid_request_error" if status < 500 else "internal_server_error"
+            answer: dict[str, Any] = {"error": {"message": message, "type": kind, "code": status}}
+        else:  # the one token that SGLang samples for it has no logprob
+            ending = {"type": "abort", "message": message, "status_code": status, "err_type": None}
+            answer = self._answer(rid, [next_token([0])], 1, "", 0, 0, ending)
+            answer["meta_info"]["output_token_logprobs"] = []
+        await response.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
 
     def _whole(self, body: dict[str, Any], hit: tuple[int, int]) -> dict[str, Any]:
         """An answer in one piece."""
@@ -261,6 +301,7 @@ class FakeSglang:
         while True:
             await asyncio.sleep(self.token_s)
             await self._goes_on.wait()
+            await until(lambda: not self.is_mute, math.inf)
             ending: dict[str, Any] | None = None
             if aborted.is_set() and late == self.after_abort:
                 ending, fresh = {"type": "abort", "message": "Aborted"}, list[int]()
@@ -270,7 +311,7 @@ class FakeSglang:
                 fresh = [token]
                 ids.append(token)
                 output.append(token)
-                self.sampled += 1
+                self.sampled += not rid.endswith(PROBE)
                 ending = self._ending(token, output, params, limit)
             if ending is not None and not self.lose_end:
                 # as in SGLang, a request that says its end has left the batch

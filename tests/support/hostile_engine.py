@@ -79,7 +79,13 @@ def _twice() -> st.SearchStrategy[tuple[Change, str]]:
 
 def _other() -> st.SearchStrategy[tuple[Change, str]]:
     errors = st.sampled_from(
-        [{"error": {"message": "\ud800"}}, {"error": "no"}, {"error": None}, {"success": False}]
+        [
+            {"error": {"message": "\ud800"}},
+            {"error": {"message": "\ud800", "code": 400}},
+            {"error": "no"},
+            {"error": None},
+            {"success": False},
+        ]
     )
     return (errors | json_values() | texts_that_are_no_json()).map(
         lambda other: (lambda answer: other, f"{str(other)[:80]!r}")

@@ -1,5 +1,5 @@
-"""An engine is suspected where a sign of progress is overdue, and only for that; only tokens end a
-suspicion."""
+"""An engine is suspected where a sign of progress is overdue, or where a probe fails; only a whole
+probe ends a suspicion."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_an_idle_engine_owes_no_sign_and_is_probed_now_and_then(progress: Engine
     assert progress.is_probe_due(200.0 + IDLE_PROBE_S)
 
 
-def test_silence_makes_an_engine_suspected_once_and_only_tokens_clear_it(
+def test_silence_makes_an_engine_suspected_once_and_only_a_whole_probe_clears_it(
     progress: EngineProgress,
 ) -> None:
     decode(progress, 0.0)
@@ -54,6 +54,9 @@ def test_silence_makes_an_engine_suspected_once_and_only_tokens_clear_it(
     assert progress.is_probe_due(due_s + 2.0 + SUSPECT_PROBE_S)
     progress.begin("probe", 1, due_s + 5.0)
     progress.note_tokens("probe", due_s + 6.0)
+    progress.end("probe", due_s + 7.0)
+    assert progress.suspected, "its first token is not all that a step needs"
+    progress.trust()
     assert not progress.suspected
 
 
@@ -125,3 +128,16 @@ def test_a_probe_that_fails_makes_the_engine_suspected(progress: EngineProgress)
     progress.suspect()
     assert progress.suspected
     assert progress.is_probe_due(SUSPECT_PROBE_S)
+
+
+def test_an_engine_that_sends_tokens_of_steps_is_not_suspected_for_a_probe_that_fails(
+    progress: EngineProgress,
+) -> None:
+    """It may be too busy for more, or refuse what is new; steps that run there go on."""
+    progress.begin("waits", 10, 0.0)
+    decode(progress, 0.0)
+    progress.suspect()
+    assert not progress.suspected
+    progress.end("r", 1.0)
+    progress.suspect()
+    assert progress.suspected

@@ -17,9 +17,9 @@ old windows, except where nothing newer separates the coefficients.
 An engine that hangs may still answer requests: its HTTP server is another process than the one that
 generates. So `EngineProgress` receives each request that is on the engine and each sign of
 progress, and computes when the next sign is due. Where none comes in time, the engine is suspected.
-Only generated tokens end a suspicion. A sign is a token, the end of a prefill, or that fewer tokens
-of the waiting prompts are unread, which an engine that reads in chunks reports after each. An idle
-engine owes no sign; its sidecar requests a token from it now and then (`is_probe_due`).
+Only a probe that gets all of its tokens ends a suspicion. A sign is a token, the end of a prefill,
+or that fewer tokens of the waiting prompts are unread, which an engine that reads in chunks reports
+after each. An idle engine owes no sign; its sidecar probes it now and then (`is_probe_due`).
 
 How long an engine may be silent: `stall_s`, and PATIENCE times the time by its decode curve of the
 prefill and the decode steps before the next sign. An engine that only prefills is never suspected
@@ -64,7 +64,7 @@ PATIENCE = 4.0
 PASS_TOKENS = 16_384
 # An engine whose curve is not known is taken for slower than any on one CPU core.
 SLOWEST = DecodeCurve(base_s=1.0, per_sequence_s=0.0, prefill_tokens_per_s=100.0)
-IDLE_PROBE_S = 10.0  # a token of an idle engine each so often takes less than 1% of its time
+IDLE_PROBE_S = 10.0  # a few tokens of an idle engine each so often take about 1% of its time
 SUSPECT_PROBE_S = (
     2.0  # between the probes of an engine that is suspected, which has nothing else to do
 )
@@ -368,7 +368,6 @@ class EngineProgress:
         if request in self._waiting:
             self._decoding[request] = self._waiting.pop(request)
         self._since_s = now
-        self.suspected = False
 
     def note_unread(self, tokens: int, now: float) -> None:
         """Note how many tokens of waiting prompts the engine reports as not read yet."""
@@ -431,8 +430,13 @@ class EngineProgress:
         return True
 
     def suspect(self) -> None:
-        """Suspect the engine, as a probe of it failed."""
-        self.suspected = True
+        """Suspect the engine, as a probe of it failed, unless it sends tokens of other requests:
+        then their silence counts (`judge`)."""
+        self.suspected = self.suspected or not self._decoding
+
+    def trust(self) -> None:
+        """Suspect the engine no more, as a probe got all of its tokens."""
+        self.suspected = False
 
     def is_probe_due(self, now: float) -> bool:
         """Return whether to request a token from the engine: it has nothing to do, and no token has

@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -54,17 +54,23 @@ PROTOCOL_ERRORS = (
 ALWAYS_END = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
 _VALID_RANGE = re.compile(r"valid range is \[0, (\d{1,9})\)")
+# The paths that a step takes, and the statuses with which an engine says that a request is wrong:
+# 400, too large, and what a proxy's schema refuses. With any other error the engine has failed.
+_STEP_PATHS = frozenset({"/generate", "/detokenize"})
+_REQUEST_FAULTS = frozenset({400, 413, 422})
+_FAILURE = 500  # status of an error that names none
+PROBE_TOKENS = 4  # more than the prefill brings, as a step's
 
 T = TypeVar("T")
 
 # unsent: no connection, so that the engine cannot have the request. reset: the system reports that
 # the connection is gone. broken: it ended early. silent: no answer in time. garbled: the answer is
-# not one of SGLang's.
-Loss = Literal["unsent", "reset", "broken", "silent", "garbled"]
+# not one of SGLang's. failed: the answer is an error for which the request is not to blame.
+Loss = Literal["unsent", "reset", "broken", "silent", "garbled", "failed"]
 
 
 class EngineLost(Exception):  # noqa: N818 - what happened, as callers speak of it
-    """The engine does not answer, or a stream broke before its end."""
+    """The engine does not answer or has failed, or a stream broke before its end."""
 
     def __init__(self, message: str, loss: Loss = "broken") -> None:
         super().__init__(message)
@@ -173,8 +179,8 @@ class EngineClient:
 
     session: shared with clients of other engines, and closed by its owner; None: one of its own,
     which `close` closes. incremental: whether a chunk of a stream has the new tokens alone; None:
-    found out from each chunk. A caller that has read what the engine is sets it, and is then not
-    sent wrong tokens by an engine that does otherwise.
+    found out from each chunk. vocab_size: of the model; 0: not known. A caller that has read what
+    the engine is sets both, and is then not sent wrong tokens by an engine that does otherwise.
     """
 
     def __init__(
@@ -186,6 +192,7 @@ class EngineClient:
     ) -> None:
         self.url = url
         self.incremental: bool | None = None
+        self.vocab_size = 0
         self._session = session if session is not None else open_session()
         self._limits = limits or Limits()
         self._observer = observer
@@ -208,7 +215,8 @@ class EngineClient:
         }
         if request.cache_salt:
             body["cache_salt"] = request.cache_salt
-        stream = _Stream(self.incremental, as_count(request.sampling["max_new_tokens"]))
+        most = as_count(request.sampling["max_new_tokens"])
+        stream = _Stream(self.incremental, most, self.vocab_size)
         timeout, observer = self._stream_timeout, self._observer
         with (
             self._translate_errors("/generate", timeout.sock_read),
@@ -253,14 +261,20 @@ class EngineClient:
             body, self._limits.silence_s, lambda answer: _prefill(answer, count)
         )
 
-    async def sample_token(self, rid: str, timeout_s: float) -> None:
-        """Have the engine generate one token, in the time in which a working engine does."""
-        body = {
-            "rid": rid,
-            "input_ids": [0],
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-        }
-        await self._ask_to_compute(body, timeout_s, lambda answer: None)
+    async def sample_tokens(self, rid: str, timeout_s: float) -> None:
+        """Have the engine generate a few tokens as it does those of a step, in the time in which a
+        working engine does."""
+        sampling = {"max_new_tokens": PROBE_TOKENS, "temperature": 0.0, "ignore_eos": True}
+        request = EngineRequest(rid, [0], sampling)
+        try:
+            async with asyncio.timeout(timeout_s), aclosing(self.generate(request)) as chunks:
+                async for _ in chunks:
+                    pass
+        except TimeoutError as error:
+            raise EngineLost(
+                f"the engine at {self.url} did not stream {PROBE_TOKENS} tokens in {timeout_s:g} s",
+                "silent",
+            ) from error
 
     async def health(self) -> None:
         """Return where the engine answers that it serves."""
@@ -491,11 +505,17 @@ class EngineClient:
 
     @contextmanager
     def _translate_errors(self, path: str, timeout_s: float | None) -> Iterator[None]:
-        """Raise EngineLost for a connection that breaks and for a silence of `timeout_s` within the
-        block."""
+        """Raise EngineLost for a connection that breaks, for a silence of `timeout_s` and, on the
+        paths of a step, for an engine that fails within the block."""
         where = f"the engine at {self.url}"
         try:
             yield
+        except EngineRefused as error:
+            if path not in _STEP_PATHS or error.status in _REQUEST_FAULTS:
+                raise
+            raise EngineLost(
+                f"{where} failed on {path} (HTTP {error.status}): {error}", "failed"
+            ) from error
         except TimeoutError as error:
             raise EngineLost(
                 f"{where} was silent on {path} for {timeout_s:g} s", "silent"
@@ -521,22 +541,26 @@ def _trace_headers() -> dict[str, str]:
 
 
 class _Stream:
-    """Reader of the chunks of one stream of /generate. incremental: as of EngineClient. limit: most
-    tokens."""
+    """Reader of the chunks of one stream of /generate. incremental, vocab_size: as of EngineClient.
+    limit: most tokens."""
 
-    def __init__(self, incremental: bool | None, limit: int) -> None:
+    def __init__(self, incremental: bool | None, limit: int, vocab_size: int) -> None:
         self._incremental, self._limit = incremental, limit
+        self._highest = vocab_size - 1 if vocab_size else LARGEST_INT32
         self._received = 0  # tokens
         self._last: object = None  # token
         self._text = 0  # characters
 
     def read(self, answer: Mapping[str, Any]) -> EngineChunk:
         """Return what is new in a chunk. Raises EngineLost unless it has the tokens that are due,
-        and PROTOCOL_ERRORS."""
+        EngineRefused for an error, and PROTOCOL_ERRORS."""
         if "error" in answer:
-            raise EngineRefused(str(answer["error"].get("message", answer["error"])))
+            raise _error_of_event(answer["error"])
         meta, text = answer["meta_info"], str(answer.get("text") or "")
         finish = meta["finish_reason"] or {}
+        # An abort that nobody asked for has a status, and may lack what other chunks have.
+        if finish.get("status_code") is not None:
+            raise EngineRefused(str(finish.get("message")), as_count(finish["status_code"]))
         ids, entries = answer["output_ids"], meta.get("output_token_logprobs") or ()
         count = as_count(meta["completion_tokens"])
         if count > self._limit:
@@ -568,8 +592,11 @@ class _Stream:
             )
         self._received, self._text = count, self._text + len(text)
         self._last = ids[-1] if ids else self._last
+        token_ids = [as_count(token) for token in ids]
+        if max(token_ids, default=0) > self._highest:
+            raise ValueError(f"token {max(token_ids)}, of a vocabulary of {self._highest + 1}")
         return EngineChunk(
-            token_ids=[as_count(token) for token in ids],
+            token_ids=token_ids,
             logprobs=[_logprob(entry[0]) for entry in entries],
             text=text,
             weight_version=as_text(meta["weight_version"]),
@@ -628,6 +655,17 @@ def protocol_broken(where: str, path: str, error: Exception) -> EngineLost:
     """Return the error for an answer that SGLang would not give."""
     return EngineLost(
         f"{where} does not speak the protocol of SGLang 0.5 on {path}: {error!r}", "garbled"
+    )
+
+
+def _error_of_event(error: object) -> EngineRefused:
+    """Return the error that a stream has in place of a chunk."""
+    if not isinstance(error, dict):
+        return EngineRefused(str(error), _FAILURE)
+    invalid = error.get("type") == "invalid_request_error"
+    status = error.get("code", min(_REQUEST_FAULTS) if invalid else _FAILURE)
+    return EngineRefused(
+        str(error.get("message", error)), status if type(status) is int else _FAILURE
     )
 
 

@@ -20,7 +20,7 @@ import treadle
 from treadle.generation import CONTEXT_TOO_LONG
 from treadle_runtime.http.sglang import EngineLost
 
-from treadle_gateway.engines import Engines
+from treadle_gateway.engines import MOST_FAILURES, Engines
 from treadle_gateway.mesh import Event, MeshLink, NoWeights, Visit
 from treadle_gateway.order import Ended, Finish, Order, Output, Refused, Tokens
 from treadle_gateway.text import TextModel, is_whole
@@ -208,6 +208,7 @@ class Calls:
         """Continue from `output` on the session's engine, and on another one where that fails.
         Raises Refused."""
         sampling, rid, silent_since = order.sampling, order.rid, time.monotonic()
+        failures = 0
         while True:
             before = len(output.token_ids)
             left = sampling.max_new_tokens - before
@@ -224,7 +225,7 @@ class Calls:
             try:
                 async with aclosing(self._engines.generate(rest)) as events:
                     async for event in events:
-                        silent_since = time.monotonic()
+                        silent_since, failures = time.monotonic(), 0
                         output.add(event)
                         put(event)
                         if isinstance(event, Ended):
@@ -239,6 +240,9 @@ class Calls:
                             put(Ended("stop"))
                             return
             except EngineLost as error:
+                failures += error.loss == "failed"
+                if failures >= MOST_FAILURES:
+                    raise Refused(f"engines fail at this request: {error}", 503) from error
                 if time.monotonic() - silent_since > self._give_up_s:
                     raise Refused(
                         f"neither the mesh nor an engine answers: {error}", 503

@@ -62,6 +62,8 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag", "response_format",
 REMEMBERED_SESSIONS = 100_000
 UNREACHABLE_S = 60.0  # so long streams do not wait for engines that the gateway cannot reach
 AVOIDED_S = 5.0  # how long requests avoid an engine that did not answer, while another one answers
+MOST_FAILURES = 5  # engines that fail at a request in a row: it may be what upsets them
+LEAST_FAILURE = 500  # status of HTTP for which an engine is to blame, and not the request
 REMEMBERED_ENDINGS = 10_000
 AGAIN_S = 1.0  # an engine forgets the abort of a request that it does not have yet
 
@@ -115,9 +117,11 @@ class Engines:
         """Yield tokens as they come, then the end. Raises EngineLost, and Refused where the engine
         refuses, or would not survive it."""
         url = self.choose(order.session)
-        (await self.bounds(url)).require_order(order)
+        bounds = await self.bounds(url)
+        bounds.require_order(order)
         request = EngineRequest(order.rid, order.prompt, engine_sampling(order.sampling))
         async with self.calling(url) as engine, aclosing(engine.generate(request)) as chunks:
+            engine.vocab_size = bounds.vocab_size
             async for chunk in chunks:
                 if chunk.token_ids:
                     yield Tokens(chunk.token_ids, chunk.logprobs, chunk.weight_version)
@@ -165,12 +169,14 @@ class Engines:
 
     async def until_sent(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Return what `attempt`, which chooses an engine, returns; repeat it where that engine
-        takes no connection. Raises what the last attempt does."""
+        takes no connection, or fails. Raises what the last attempt does."""
+        failures = 0
         for _ in self.urls[1:]:
             try:
                 return await attempt()
             except EngineLost as error:
-                if error.loss != "unsent":
+                failures += error.loss == "failed"
+                if error.loss not in ("unsent", "failed") or failures >= MOST_FAILURES:
                     raise
         return await attempt()
 
@@ -207,7 +213,10 @@ class Engines:
             self._bounds.pop(url, None)  # another engine may start there
             raise
         except EngineRefused as error:
-            self._failed.pop(url, None)
+            if error.status >= LEAST_FAILURE:  # failing fast, it would have the fewest requests
+                self._failed[url] = time.monotonic()
+            else:
+                self._failed.pop(url, None)
             raise Refused(str(error), error.status) from error
         else:
             self._failed.pop(url, None)

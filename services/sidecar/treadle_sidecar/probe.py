@@ -12,9 +12,10 @@ tokens, which its requests share, so that the engine computes its tokens once, a
 is ever one of them. Requests of a probe are no steps: they pass by the queue, and no fact or load
 counts them.
 
-The other probe requests one token (`treadle_core.engine_queue.pace` decides when), because
-SGLang answers questions without the process that generates. A pause waits for it, as the device of
-a paused engine may be a trainer's.
+The other probe is a stream of a few tokens, as a step is: an engine may answer questions, or
+requests that are no streams, and run no step. It is due when a call has found the engine lost, and
+otherwise when `treadle_core.engine_queue.pace` says so. A pause waits for it, as the device of a
+paused engine may be a trainer's.
 """
 
 import asyncio
@@ -185,8 +186,8 @@ def lengthen(contexts: Sequence[int], first_s: float, most: int) -> Sequence[int
 
 @dataclass(eq=False)
 class GenerationProbe:
-    """Requests a token from an idle engine now and then, and from a suspected one until it
-    generates one."""
+    """Has an idle engine generate a few tokens now and then, one that a call has found lost at
+    once, and a suspected one until it does."""
 
     engine: EngineClient
     watch: EngineWatch
@@ -194,24 +195,40 @@ class GenerationProbe:
     progress: EngineProgress
 
     async def run(self) -> None:
-        """Request the tokens that are due, until cancelled."""
+        """Make the probes that are due, until cancelled."""
         while True:
-            await asyncio.sleep(CHECK_S)
-            due = (
-                self.watch.answers
-                and self.runner.is_idle
-                and self.progress.is_probe_due(time.monotonic())
-            )
-            if not due:
-                continue
-            async with self.runner.borrowed:
-                if not self.runner.is_idle:
-                    continue
-                try:
-                    await self.engine.sample_token(
-                        f"{uuid.uuid4().hex}-generates", self.progress.stall_s
-                    )
-                except (EngineLost, EngineRefused) as error:
-                    log.warning("the engine did not generate a token", error=str(error))
-                    self.progress.suspect()
-            self.watch.judge()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CHECK_S):
+                    await self.watch.doubted.wait()
+            doubted = self.watch.doubted.is_set()
+            if self._may_probe(doubted) and (
+                doubted or self.progress.is_probe_due(time.monotonic())
+            ):
+                async with self.runner.borrowed:
+                    if self._may_probe(doubted):
+                        await self._probe()
+                self.watch.judge()
+            if doubted:  # an engine that loses many steps gets no more probes than others
+                await asyncio.sleep(CHECK_S)
+
+    def _may_probe(self, doubted: bool) -> bool:
+        """Return whether the engine may be asked. doubted: also beside steps."""
+        runs = doubted and not self.runner.queue.paused and not self.progress.is_loading
+        return self.watch.answers and (runs or self.runner.is_idle)
+
+    async def _probe(self) -> None:
+        self.watch.doubted.clear()
+        rid = f"{uuid.uuid4().hex}-generates"
+        try:
+            await self.engine.sample_tokens(rid, self.progress.stall_s)
+        except (EngineLost, EngineRefused) as error:
+            if isinstance(error, EngineLost) and error.is_gone:
+                return  # the next poll finds that too, and its return
+            log.warning("the engine did not generate the tokens of a probe", error=str(error))
+            self.watch.probe_problem = str(error)
+            self.progress.suspect()
+            if not self.progress.suspected:  # steps run there: another probe, until they have ended
+                self.watch.doubted.set()
+        else:
+            self.watch.probe_problem = ""
+            self.progress.trust()

@@ -256,8 +256,9 @@ class EngineWatch:
     is kept while the engine is away.
 
     curve: of the engine, None while it is not known. `healthy`: the engine answers, and is not
-    suspected. `on_name`: called when the profile has other weights, or other memory that sleeps,
-    before anything runs under them.
+    suspected. `doubted`: set when a call has found the engine lost; whoever probes it clears that.
+    `on_name`: called when the profile has other weights, or other memory that sleeps, before
+    anything runs under them.
     """
 
     def __init__(
@@ -271,6 +272,8 @@ class EngineWatch:
         self.on_name: Callable[[], None] = lambda: None
         self.answers = False
         self.healthy = False
+        self.doubted = asyncio.Event()
+        self.probe_problem = ""  # of the last probe
         self.kv_tokens_used = 0
         self._problem = "the engine has not answered yet"
         self._calls: set[asyncio.Timeout] = set()
@@ -319,7 +322,10 @@ class EngineWatch:
     @property
     def problem(self) -> str:
         """Return why the engine is not healthy."""
-        return "the engine answers but makes no progress" if self.answers else self._problem
+        if not self.answers:
+            return self._problem
+        why = f": {self.probe_problem}" if self.probe_problem else ""
+        return f"the engine answers but makes no progress{why}"
 
     def set_name(self, name: str) -> None:
         """Record how the engine names its weights (`read_name`)."""
@@ -363,6 +369,8 @@ class EngineWatch:
             ) from error
         except EngineLost as error:
             self._poll_now.set()  # because a stream broke
+            if error.loss != "garbled":  # a chunk that cannot be read says nothing of the others
+                self.doubted.set()
             raise engine_lost(str(error)) from error
 
     async def until_healthy(self) -> EngineProfile:
@@ -381,6 +389,7 @@ class EngineWatch:
             self.profile = read_profile(*await self._engine.describe())
             self.on_name()
             self._engine.incremental = self.profile.incremental
+            self._engine.vocab_size = self.profile.vocab_size
             self._progress.tokens_a_chunk = self.profile.tokens_a_chunk
             log.info("engine answers", profile=self.profile)
             if not self.profile.incremental:
