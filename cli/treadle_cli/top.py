@@ -329,7 +329,8 @@ def rollouts_of(trajectories: Sequence[pb.Trajectory], now_s: float) -> tuple[Ro
         began_s = min(_unix_s(each.opened_at) for each in own)
         ends_s = sorted(_unix_s(each.closed_at) for each in own if each.HasField("closed_at"))
         is_open = len(ends_s) < len(own)
-        until_s = now_s if is_open else ends_s[-1]
+        # the scheduler's clock may be ahead of this machine's
+        until_s = max(now_s, began_s, *ends_s) if is_open else ends_s[-1]
         most = math.ceil((1.0 - TAIL) * len(own))
         taxed = len(ends_s) >= most and until_s > began_s
         tax = (until_s - ends_s[most - 1]) / (until_s - began_s) if taxed else math.nan
@@ -358,8 +359,11 @@ def latest_moves(migrations: Sequence[migrator_pb2.Migration], now_s: float) -> 
             each.source_engine_id,
             each.target_engine_id,
             MOVE_STATES.get(each.state, ""),
-            (_unix_s(each.ended_at) if each.HasField("ended_at") else now_s)
-            - _unix_s(each.created_at),
+            max(
+                0.0,
+                (_unix_s(each.ended_at) if each.HasField("ended_at") else now_s)
+                - _unix_s(each.created_at),
+            ),
         )
         for each in newest
     )

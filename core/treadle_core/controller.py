@@ -122,6 +122,7 @@ class Controller:
         for record in sorted(
             trajectories, key=lambda record: (record.opened_s, record.trajectory_id)
         ):
+            record = lifecycle.bring_back(record, now, state.tuning)
             state.table.put(record)
             if not record.is_open and not record.announced:
                 state.announcements[record.trajectory_id] = now

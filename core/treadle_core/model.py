@@ -289,6 +289,7 @@ class EngineLoad:
     weight_version: str = ""
     oldest_wait_s: float = 0.0
     measured_s: float = 0.0
+    clock_ahead_s: float = 0.0
     engine_healthy: bool = True
 
 

@@ -3,15 +3,22 @@ given back at drain."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
-from support.conditions import until
+import grpc
+from support.conditions import until, until_said
+from support.engine_steps import run_step, step_request, ticket
 from support.fake_scheduler import FakeScheduler
 from support.fake_servicer import Port
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.processes import StartService
+from support.rpc import refused
 from support.sidecar_in_process import sidecar
+from treadle.common.v1.tokens_pb2 import SamplingParams
+from treadle.engine.v1.engine_pb2 import Load
 from treadle.scheduler.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
 
 
@@ -48,6 +55,35 @@ async def test_the_engine_is_registered_as_it_is_and_renewed_with_its_load(nats_
         assert [request.lease_id for request in scheduler.requests("DeregisterEngine")] == [
             "lease-1"
         ]
+
+
+def is_behind(seconds: float, load: Load) -> bool:
+    """Whether this machine's clock is so far behind the scheduler's, to a minute."""
+    return abs(load.clock_ahead_s + seconds) < 60.0
+
+
+async def test_tickets_expire_by_the_clock_of_the_scheduler_whatever_the_machines_says(
+    nats_url: str,
+) -> None:
+    """The scheduler's clock is an hour behind this machine's, and later an hour ahead of it.
+    Result: a ticket of the scheduler's time is good, one that has expired there is refused, and
+    the load says how far the clocks are apart."""
+    async with (
+        scheduler_and_engine() as (scheduler, engine),
+        sidecar(nats_url, engine.url, scheduler=scheduler.address) as side,
+    ):
+        for ahead_s in (-3600.0, 3600.0):
+            scheduler.clock_ahead_s = ahead_s
+            await until_said(side.load, partial(is_behind, ahead_s))
+            good, late = ticket("e0"), ticket("e0")
+            good.expires_at.FromNanoseconds(round((time.time() + ahead_s + 60.0) * 1e9))
+            late.expires_at.FromNanoseconds(round((time.time() + ahead_s - 60.0) * 1e9))
+            sampling = SamplingParams(max_new_tokens=3, temperature=0.0)
+            step = await run_step(side.stub, step_request(good, [5, 6], sampling))
+            accepted_s = step.require_whole().timing.accepted_at.ToNanoseconds() / 1e9
+            assert abs(accepted_s - time.time() - ahead_s) < 60.0
+            with refused("TICKET_EXPIRED", grpc.StatusCode.PERMISSION_DENIED):
+                await run_step(side.stub, step_request(late, [5, 6], sampling))
 
 
 async def test_a_lease_that_the_scheduler_does_not_know_is_taken_anew(nats_url: str) -> None:

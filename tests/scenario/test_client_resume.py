@@ -67,18 +67,38 @@ async def test_an_engine_lost_before_its_first_token_costs_nothing() -> None:
         assert mesh.scheduler.requests("ScheduleStep")[1].replaces_ticket_id == "k-1"
 
 
-@pytest.mark.parametrize("reason", ["TICKET_EXPIRED", "TICKET_WRONG_ENGINE"])
-async def test_a_ticket_that_the_engine_no_longer_takes_is_replaced(reason: str) -> None:
+EXPIRED = Refusal(grpc.StatusCode.PERMISSION_DENIED, "TICKET_EXPIRED")
+ELSEWHERE = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_WRONG_ENGINE")
+
+
+@pytest.mark.parametrize("refusal", [EXPIRED, ELSEWHERE], ids=lambda refusal: refusal.reason)
+async def test_a_ticket_that_the_engine_no_longer_takes_is_replaced(refusal: Refusal) -> None:
     async with started("e0") as (mesh, t):
-        mesh.engines["e0"].refuse_next(
-            "Generate", Refusal(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        )
+        mesh.engines["e0"].refuse_next("Generate", refusal)
         await generate(t, COUNT)
         assert_whole(t)
-        assert [r.replaces_ticket_id for r in mesh.scheduler.requests("ScheduleStep")] == [
-            "",
-            "k-1",
-        ]
+        first, second = mesh.scheduler.requests("ScheduleStep")
+        assert (first.replaces_ticket_id, second.replaces_ticket_id) == ("", "k-1")
+        assert second.engine_refused
+
+
+async def test_an_engine_that_refuses_one_ticket_after_another_counts_as_lost() -> None:
+    """Its clock may be wrong. Result: the scheduler is told, so that it chooses another engine."""
+    async with started("e0") as (mesh, t):
+        mesh.engines["e0"].refuse_next("Generate", EXPIRED, EXPIRED, ELSEWHERE)
+        await generate(t, COUNT)
+        assert_whole(t)
+        asked = mesh.scheduler.requests("ScheduleStep")
+        assert [request.engine_refused for request in asked] == [False, True, False, False]
+
+
+async def test_a_ticket_that_another_client_has_used_is_not_replaced() -> None:
+    async with started("e0") as (mesh, t):
+        used = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_USED")
+        mesh.engines["e0"].refuse_next("Generate", used)
+        with pytest.raises(treadle.TreadleError, match="TICKET_USED"):
+            await generate(t, COUNT)
+        assert len(mesh.scheduler.requests("ScheduleStep")) == 1
 
 
 async def test_a_full_queue_is_waited_for_as_long_as_it_asks() -> None:
@@ -128,7 +148,8 @@ async def test_a_prompt_that_brings_down_every_engine_fails_its_step_only() -> N
             engine.script = Script(lose_at=0, times=1000)
         with pytest.raises(treadle.TreadleError) as lost:
             await generate(t, COUNT)
-        assert lost.value.reason == "ENGINE_LOST"
+        assert (lost.value.reason, lost.value.retryable) == ("ENGINES_LOST", False)
+        assert "5 times in a row" in lost.value.message and "ENGINE_LOST" in lost.value.message
         assert len(mesh.scheduler.requests("ScheduleStep")) == MAX_FRUITLESS_LOSSES
 
 

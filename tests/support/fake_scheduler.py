@@ -1,6 +1,7 @@
 """FakeScheduler: SchedulerService in memory, as the client, the migrator and a sidecar see it.
 Engines take turns."""
 
+import time
 from typing import Any
 
 import grpc
@@ -9,7 +10,9 @@ from treadle.common.v1 import ticket_pb2
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle.types import duration
+from treadle_runtime.fields import timestamp
 
+TICKET_LIFE_S = 600.0
 LEASE_TTL_S = 0.6
 JOB_LEASE_S = 3600.0  # no test of the fake renews
 _FAILED = grpc.StatusCode.FAILED_PRECONDITION
@@ -37,6 +40,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
         self.gate = Gate()
         self.gate_after = Gate()  # between a switch and its answer
         self.leases: set[str] = set()
+        self.clock_ahead_s = 0.0  # of this machine's clock
         self.room: int | None = None  # trajectories that may have begun and be open
 
     @property
@@ -77,7 +81,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> pb.RenewEngineLeaseResponse | Refusal:
         if request.lease_id not in self.leases:
             return Refusal(grpc.StatusCode.NOT_FOUND, "LEASE_NOT_FOUND")
-        return pb.RenewEngineLeaseResponse()
+        return pb.RenewEngineLeaseResponse(now=timestamp(time.time() + self.clock_ahead_s))
 
     @answer
     def DeregisterEngine(self, request: pb.DeregisterEngineRequest) -> pb.DeregisterEngineResponse:
@@ -153,7 +157,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             and self.room is not None
             and len(self._last.keys() - self.outcomes.keys()) >= self.room
         ):
-            return Refusal(grpc.StatusCode.UNAVAILABLE, "STEP_HELD", retry_after_s=0.02)
+            return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "STEP_HELD", retry_after_s=0.02)
         engine_id = list(self.engines)[self._issued % len(self.engines)]
         self._issued += 1
         ticket = ticket_pb2.Ticket(
@@ -164,6 +168,7 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
             engine_address=self.engines[engine_id],
             weight_version="0",
             cache_salt="0",
+            expires_at=timestamp(time.time() + TICKET_LIFE_S),
         )
         self.tickets[request.trajectory_id] = ticket.ticket_id
         self._last[request.trajectory_id] = (ticket.ticket_id, request.turn)

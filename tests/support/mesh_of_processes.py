@@ -121,8 +121,8 @@ class Fleet:
         for engine in self.engines:
             engine.token_s = token_s
 
-    async def start_sidecar(self, number: int) -> None:
-        """Of an engine, the first time or again."""
+    async def start_sidecar(self, number: int, *, clock_ahead_s: float = 0.0) -> None:
+        """Of an engine, the first time or again. clock_ahead_s: of the clock of its machine."""
         own = {
             "ENGINE_ID": f"e{number}",
             "ENGINE_URL": self.engines[number].url,
@@ -131,14 +131,29 @@ class Fleet:
         own |= {"DECODE_BASE_S": "0.01", "PREFILL_TOKENS_PER_S": "10000", **self.sidecar_settings}
         variables = {f"TREADLE_SIDECAR_{name}": value for name, value in own.items()}
         self.sidecars[number:] = [
-            await self.start("treadle_sidecar", variables),
+            await start_at(self.start, "treadle_sidecar", variables, clock_ahead_s),
             *self.sidecars[number + 1 :],
         ]
 
-    async def restart_scheduler(self) -> None:
-        """Kill it by SIGKILL, and start the next one."""
+    async def restart_scheduler(self, *, clock_ahead_s: float = 0.0) -> None:
+        """Kill it by SIGKILL, and start the next one. clock_ahead_s: of the clock of its
+        machine."""
         self.scheduler.kill()
-        self.scheduler = await self.start("treadle_scheduler", self.settings)
+        self.scheduler = await start_at(
+            self.start, "treadle_scheduler", self.settings, clock_ahead_s
+        )
+
+
+async def start_at(
+    start: StartService, module: str, settings: Mapping[str, str], clock_ahead_s: float
+) -> ServiceProcess:
+    """Start a service on a machine whose clock is so many seconds ahead."""
+    if not clock_ahead_s:
+        return await start(module, dict(settings))
+    clock = {"MODULE": module, "CLOCK_AHEAD_S": str(clock_ahead_s)}
+    variables = {f"TREADLE_TEST_{name}": value for name, value in clock.items()}
+    service = module.removeprefix("treadle_")
+    return await start("support.off_clock", {**settings, **variables}, service=service)
 
 
 @asynccontextmanager

@@ -195,6 +195,9 @@ def test_clocks_that_disagree_and_engines_that_cannot_run_are_found() -> None:
     late = list(_clocks("m", [engine("e0", -60.0), engine("e1", 90.0)], now))
     assert [each.level for each in late] == [WARNING, WARNING]
     assert "60 s ahead of" in late[0].says and "90 s behind" in late[1].says
+    skewed = list(_clocks("m", [engine("e0", clock_ahead_s=3600.0), engine("e1")], now))
+    assert [each.level for each in skewed] == [WARNING]
+    assert "e0: its machine's clock is 3600 s ahead of the scheduler's" in skewed[0].says
     assert [each.level for each in _engines("m", [], pb.Weights())] == [PROBLEM]
     rows = list(
         _engines(

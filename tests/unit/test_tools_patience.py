@@ -3,7 +3,7 @@ take."""
 
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_tools.remote.functions import SHORTEST_COLD_S, SHORTEST_WARM_S, Patience
+from treadle_tools.remote.functions import SHORTEST_COLD_S, SHORTEST_WARM_S, Patience, retry_after_s
 
 COLD_S, IDLE_S = 90.0, 60.0
 
@@ -57,3 +57,12 @@ def test_no_wait_is_longer_than_is_allowed(
         assert 0.0 < patience.longest_s(now_s) <= cold_s
         patience.answered(now_s, now_s + waited_s)
         now_s += waited_s
+
+
+def test_a_date_to_come_again_is_read_by_the_clock_of_the_machine_that_gave_it() -> None:
+    """The provider's clock is years away from this machine's."""
+    again, date = "Wed, 21 Oct 2015 07:28:30 GMT", "Wed, 21 Oct 2015 07:28:00 GMT"
+    assert retry_after_s(again, date) == 30.0
+    assert retry_after_s(date, again) == 0.0
+    assert retry_after_s(again, "") == 0.0
+    assert (retry_after_s("12", date), retry_after_s("soon", date)) == (12.0, None)

@@ -194,13 +194,20 @@ def _dated(subject: str, check: str, days: float) -> Finding:
 def _clocks(
     subject: str, engines: Sequence[pb.RegisteredEngine], now_s: float
 ) -> Iterator[Finding]:
-    """Yield findings of the clocks: a load carries the time of the sidecar that measured it."""
+    """Yield findings of the clocks. A load carries its time by the scheduler's clock, and how far
+    the clock of its sidecar's machine is ahead of that."""
     ages = {
         str(engine.info.engine_id): now_s - engine.load.measured_at.ToNanoseconds() / 1e9
         for engine in engines
         if engine.load.HasField("measured_at")
     }
     apart = {name: age for name, age in ages.items() if not -EARLY_S <= age <= LATE_S}
+    skews = {str(engine.info.engine_id): engine.load.clock_ahead_s for engine in engines}
+    skews = {name: skew_s for name, skew_s in skews.items() if abs(skew_s) > EARLY_S}
+    for name, skew_s in skews.items():
+        says = f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the scheduler's"
+        do = "Set the clocks by NTP. Steps run all the same; certificates and logs follow clocks."
+        yield Finding(subject, "clocks", WARNING, f"{name}: its machine's clock is {says}", do)
     do = (
         "Set the clocks by NTP: deadlines and certificates follow them. A sidecar that hangs "
         "looks the same."
@@ -214,7 +221,7 @@ def _clocks(
             f"{name}: its load is {abs(age):.0f} s {ahead} this machine's clock",
             do,
         )
-    if ages and not apart:
+    if ages and not apart and not skews:
         yield Finding(subject, "clocks", OK, f"loads are {max(ages.values()):.1f} s old at most")
 
 

@@ -23,7 +23,7 @@ import grpc
 from treadle.common.v1 import ticket_pb2, tokens_pb2
 from treadle.connection import Backoff, Mesh, TrajectoryTrace, finish, request_id
 from treadle.engine.v1 import engine_pb2
-from treadle.errors import StreamBroken, TreadleError, error_from
+from treadle.errors import StreamBroken, TreadleError, error_from, refused
 from treadle.scheduler.v1 import scheduler_pb2
 from treadle.step import StepAssembly, TimeAccount
 from treadle.types import Chunk, FinishReason, Sampling, Step, duration, pack_ids, seconds
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 # A prompt that brings down every engine it meets must not take the whole mesh with it: after this
 # many engines were lost in a row without one new token, the step fails.
 MAX_FRUITLESS_LOSSES = 5
-# The engine refuses the ticket, not the request: it restarted under another id, or the wait was
-# longer than the ticket's life.
+# Reasons for which an engine refuses the ticket, not the request: it restarted under another id, or
+# the wait was longer than the ticket's life. The next ticket is good, unless the engine's clock is
+# not: one that refuses so many in a row counts as lost.
 _STALE_TICKET = frozenset({"TICKET_EXPIRED", "TICKET_WRONG_ENGINE"})
+_MOST_STALE_TICKETS = 2
 
 CONNECT_S = (
     5.0  # how long one attempt to connect may take (grpc.min_reconnect_backoff_ms of a channel)
@@ -136,7 +138,7 @@ class StepRun:
             plan = await self._begin(self)
             self._assembly = assembly = StepAssembly(plan.turn, self._mesh.clock())
             backoff = self._mesh.backoff(self._mesh.timeouts.step_s)
-            fruitless = 0
+            fruitless = stale = 0
             error: TreadleError | None = None
             while not self._stopping:
                 known, received = len(assembly.token_ids), False
@@ -186,9 +188,16 @@ class StepRun:
                 else:
                     assembly.enter("queue", self._mesh.clock())
                     fruitless = fruitless + received if len(assembly.token_ids) == known else 0
-                    # its queue is full
-                    self.refused = error.refused or error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-                    if fruitless >= MAX_FRUITLESS_LOSSES or not _may_resume_elsewhere(error):
+                    stale = stale + 1 if error.reason in _STALE_TICKET else 0
+                    full = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED  # its queue is
+                    self.refused = full or (error.refused and stale < _MOST_STALE_TICKETS)
+                    if fruitless >= MAX_FRUITLESS_LOSSES:
+                        raise refused(
+                            "ENGINES_LOST",
+                            f"turn {plan.turn} was lost {fruitless} times in a row without a new "
+                            f"token, so its request may be the cause; the last time: {error}",
+                        )
+                    if not (error.retryable or stale):
                         raise error
                     reason = _reason_if_complete(
                         assembly.token_ids[assembly.called :], limit, plan.sampling
@@ -434,13 +443,6 @@ class StepRun:
             if not keep_stream:
                 self._call = None
                 call.cancel()
-
-
-def _may_resume_elsewhere(error: TreadleError) -> bool:
-    """Return whether a new ticket may help where this one did not."""
-    if error.code is grpc.StatusCode.FAILED_PRECONDITION:
-        return error.reason in _STALE_TICKET
-    return error.retryable
 
 
 def _reason_if_complete(output: list[int], limit: int, sampling: Sampling) -> FinishReason | None:

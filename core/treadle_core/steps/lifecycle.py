@@ -1,6 +1,6 @@
 """Handlers of trajectories: opening, closing, announcing the closing, forgetting."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, GroupSettled, TrajectoryClosed, TrajectoryOpened
@@ -13,6 +13,7 @@ from treadle_core.refusals import (
 )
 from treadle_core.state import State
 from treadle_core.steps import tickets
+from treadle_core.tuning import Tuning
 
 CLOSED_STATES = {
     Outcome.FINISHED: TrajectoryState.FINISHED,
@@ -146,6 +147,32 @@ def announce_due(state: State, now: float) -> list[act.Action]:
         else:
             actions += tickets.announce(state, record, now)
     return actions
+
+
+def bring_back(record: TrajectoryRecord, now: float, tuning: Tuning) -> TrajectoryRecord:
+    """Return a stored record without times that are still to come: the scheduler before had a clock
+    that was ahead. What waits for those times would wait for as long as the clocks differ."""
+    ticket, move = record.ticket, record.move
+    if ticket is not None:
+        expires_s = min(ticket.expires_s, now + tuning.ticket_ttl_s)
+        ticket = copy_with(ticket, issued_s=min(ticket.issued_s, now), expires_s=expires_s)
+    if move is not None:
+        give_up_s = min(move.give_up_s, now + tuning.move_timeout_s)
+        move = replace(move, asked_s=min(move.asked_s, now), give_up_s=give_up_s)
+    return copy_with(
+        record,
+        ticket=ticket,
+        move=move,
+        opened_s=min(record.opened_s, now),
+        requested_s=min(record.requested_s, now),
+        touched_s=min(record.touched_s, now),
+        finished_step_s=_not_after(record.finished_step_s, now),
+        closed_s=_not_after(record.closed_s, now),
+    )
+
+
+def _not_after(time_s: float | None, now: float) -> float | None:
+    return None if time_s is None else min(time_s, now)
 
 
 def sweep(state: State, now: float) -> list[act.Action]:

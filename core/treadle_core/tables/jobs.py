@@ -103,6 +103,8 @@ class JobTable:
         scheduler was away."""
         self._weights.clear()
         for record in records:
+            if record.ended_s is not None and record.ended_s > now:  # by a clock that was ahead
+                record = replace(record, ended_s=now)
             self._jobs[record.job_id] = record
             if record.ended_s is None:
                 self._expires_s[record.job_id] = now + self._lease_s

@@ -37,6 +37,7 @@ from treadle_runtime.fields import (
     at_most,
     duration,
     endpoint,
+    finite,
     identifier,
     like,
     minted,
@@ -67,7 +68,7 @@ LEAST_WEIGHT, LARGEST_WEIGHT = 1e-6, 1e6  # weight of a job; only ratios count
 MOST_ROLLOUTS = 1000  # rollouts of a job in progress at once
 _COUNTS = ("running_steps", "waiting_steps", "slot_limit", "kv_tokens_used", "kv_tokens_capacity")
 _MEASURES = (*_COUNTS, "decode_tokens_per_s", "oldest_wait_s")
-_LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy")
+_LOAD = (*_MEASURES, "paused", "weight_version", "engine_healthy", "clock_ahead_s")
 _JOB_USE = (
     "job",
     "weight",
@@ -230,6 +231,7 @@ def lease_renewed(request: pb.RenewEngineLeaseRequest) -> ev.LeaseRenewed:
         return ev.LeaseRenewed(lease_id, engine_id, decode_curve=curve)
     for name in _MEASURES:
         non_negative(f"load.{name}", getattr(request.load, name))
+    finite("load.clock_ahead_s", request.load.clock_ahead_s)
     measured_s = require_timestamp("load.measured_at", request.load.measured_at)
     load = EngineLoad(**fields_of(request.load, _LOAD), measured_s=measured_s)
     return ev.LeaseRenewed(lease_id, engine_id, load, curve)

@@ -7,7 +7,14 @@ from typing import Any
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1 import scheduler_pb2_grpc
 from treadle_runtime.calls import remaining_s
-from treadle_runtime.fields import duration, identifier, optional_identifier, owner_of, page_of
+from treadle_runtime.fields import (
+    duration,
+    identifier,
+    optional_identifier,
+    owner_of,
+    page_of,
+    timestamp,
+)
 from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.identity import Sealer, tenant_of
 
@@ -156,7 +163,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: pb.RenewEngineLeaseRequest, context: Any
     ) -> pb.RenewEngineLeaseResponse:
         await self._driver.request(convert_engines.lease_renewed(request))
-        return pb.RenewEngineLeaseResponse(lease_ttl=duration(self._settings.lease_ttl_s))
+        return pb.RenewEngineLeaseResponse(
+            lease_ttl=duration(self._settings.lease_ttl_s), now=timestamp(self._driver.now)
+        )
 
     @answered_once
     async def DeregisterEngine(

@@ -151,7 +151,8 @@ class StepRunner:
     """Runs all steps of one engine.
 
     policy.slots: steps that decode at once; 0: as many as the engine was started for. curve: of the
-    engine, None while it is not known. note: called with each step that has ended.
+    engine, None while it is not known. wall: Unix seconds, of which steps tell when they were
+    accepted. note: called with each step that has ended.
 
     Whoever uses the engine while it is idle holds `borrowed`, and gives it back when `wanted` is
     set.
@@ -166,6 +167,7 @@ class StepRunner:
         contexts: Contexts,
         policy: QueuePolicy,
         curve: Callable[[], DecodeCurve | None],
+        wall: Callable[[], float] = time.time,
         note: Callable[[Finished], None] = lambda _: None,
     ) -> None:
         self.queue = StepQueue(policy, self._prefill_of)
@@ -173,7 +175,7 @@ class StepRunner:
         self.meter = LoadMeter()
         self._engine, self._watch, self._contexts = engine, watch, contexts
         self._bus, self._facts = bus, facts
-        self._curve, self._note = curve, note
+        self._curve, self._wall, self._note = curve, wall, note
         self._wake: asyncio.TimerHandle | None = None
         self._steps: dict[str, RunningStep] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -212,7 +214,7 @@ class StepRunner:
         profile = self._watch.require_profile()
         if self._tasks is None:
             raise engine_lost("this sidecar is shutting down")
-        step = RunningStep(order, profile, time.monotonic(), time.time())
+        step = RunningStep(order, profile, time.monotonic(), self._wall())
         step.record.wait(time.monotonic(), paused=self.queue.paused)
         step.blocks = hash_blocks(step.record.context)
         try:

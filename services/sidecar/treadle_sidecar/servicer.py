@@ -3,7 +3,6 @@ once."""
 
 import asyncio
 import heapq
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ DEFAULT_WATCH_S = 1.0
 
 class TicketBook:
     """Accepts each ticket of one engine once: used tickets are remembered until they expire. Times
-    are Unix seconds. seals: of this engine; None in plaintext."""
+    are Unix seconds by the scheduler's clock. seals: of this engine; None in plaintext."""
 
     def __init__(self, engine_id: str, seals: SealCheck | None) -> None:
         self._engine_id, self._seals = engine_id, seals
@@ -68,7 +67,7 @@ class TicketBook:
 @dataclass(eq=False)
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """EngineService of one engine. `load` and `info` describe the engine at the moment of their
-    call."""
+    call; `now` is the time by the scheduler's clock."""
 
     runner: StepRunner
     tickets: TicketBook
@@ -77,12 +76,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     records: RequestRecords
     load: Callable[[], pb.Load]
     info: Callable[[], Awaitable[pb.EngineInfo]]
+    now: Callable[[], float]
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         order = convert.step_order(request)
-        expires_at, now = convert.ticket_expiry(request.ticket), time.time()
+        expires_at, now = convert.ticket_expiry(request.ticket), self.now()
         self.tickets.check(request.ticket, expires_at, now)
         step = self.runner.submit(order)
         self.tickets.use(order.ticket_id, expires_at, now)

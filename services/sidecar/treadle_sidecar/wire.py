@@ -22,7 +22,7 @@ from treadle_sidecar.engine.watch import EngineNotes, EngineWatch, engine_lost
 from treadle_sidecar.metrics import counting, watch_load
 from treadle_sidecar.prefixes import Prefixes
 from treadle_sidecar.probe import CurveProbe, GenerationProbe
-from treadle_sidecar.registration import Registration
+from treadle_sidecar.registration import Registration, SchedulerClock
 from treadle_sidecar.runner import Contexts, StepRunner
 from treadle_sidecar.servicer import EngineServicer, TicketBook
 from treadle_sidecar.weights import Weights
@@ -36,6 +36,7 @@ async def wire(runtime: Runtime) -> Wiring:
     notes = EngineNotes(EngineWork(measured.take), progress)
     engine = EngineClient(settings.engine_url, observer=notes)
     watch = EngineWatch(engine, progress, measured.known)
+    clock = SchedulerClock()
     contexts = Contexts()
     facts = convert.StepFacts(settings.engine_id, settings.tell_tokens)
     policy = QueuePolicy(
@@ -53,6 +54,7 @@ async def wire(runtime: Runtime) -> Wiring:
         contexts,
         policy,
         measured.known,
+        clock.now,
         counting(runtime.metrics),
     )
     storage = Path(settings.kv_storage_dir) if settings.kv_storage_dir else None
@@ -82,7 +84,8 @@ async def wire(runtime: Runtime) -> Wiring:
             paused=runner.queue.paused,
             weight_version=watch.profile.weight_version if watch.profile else "",
             oldest_wait_s=runner.oldest_wait_s,
-            measured_at=timestamp(time.time()),
+            measured_at=timestamp(clock.now()),
+            clock_ahead_s=clock.ahead_s,
             engine_healthy=watch.healthy,
             asleep_tags=sorted(watch.profile.asleep) if watch.profile else (),
         )
@@ -95,7 +98,8 @@ async def wire(runtime: Runtime) -> Wiring:
     records = await RequestRecords.open(runtime.bus, f"sidecar_{name}")
     seals = SealCheck() if runtime.certificates else None
     servicer = EngineServicer(
-        runner, TicketBook(settings.engine_id, seals), prefixes, weights, records, load, info
+        *(runner, TicketBook(settings.engine_id, seals), prefixes, weights, records),
+        *(load, info, clock.now),
     )
 
     probe = CurveProbe(engine, watch, runner, measured, settings.probe_s)
@@ -113,7 +117,8 @@ async def wire(runtime: Runtime) -> Wiring:
         scheduler = SchedulerServiceStub(runtime.follow(settings.scheduler, "scheduler"))
         tasks.append(
             Registration(
-                scheduler, watch, info, load, curve, probe.first_over, runtime.stopping, seals
+                *(scheduler, watch, info, load, curve, probe.first_over, runtime.stopping),
+                *(seals, clock),
             ).run
         )
     return Wiring(

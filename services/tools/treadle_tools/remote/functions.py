@@ -331,9 +331,10 @@ def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: by
     quoted = " ".join(content[:QUOTED_CHARS].decode(errors="replace").split())
     refusal = f"HTTP {response.status} from {_name(function)}: {quoted}"
     if response.status in RETRIED:
-        if (
-            after_s := retry_after_s(response.headers.get("Retry-After", ""), time.time())
-        ) is not None:
+        after_s = retry_after_s(
+            response.headers.get("Retry-After", ""), response.headers.get("Date", "")
+        )
+        if after_s is not None:
             refusal = f"{refusal} (retry after {after_s:g} s)"
         ended = Ended(End.REFUSED if response.status == 429 else End.FAILED, after_s)
         raise CallFailed(refusal, again=True, retry_after_s=after_s, ended=ended)
@@ -342,16 +343,22 @@ def _reply(function: HttpFunction, response: aiohttp.ClientResponse, content: by
     return Reply(content, response.content_type)
 
 
-def retry_after_s(header: str, now_epoch_s: float) -> float | None:
+def retry_after_s(header: str, date: str) -> float | None:
     """Return the seconds of a Retry-After, which is a number of seconds or a date (RFC 9110,
-    10.2.3); None where it is neither.
+    10.2.3); None where it is neither. date: of the answer, by the clock of the same machine; this
+    machine's clock takes its place where it is none.
     """
     if header.strip().isdigit():
         return float(header)
     try:
-        return max(0.0, parsedate_to_datetime(header).timestamp() - now_epoch_s)
+        until_s = parsedate_to_datetime(header).timestamp()
     except ValueError:
         return None
+    try:
+        now_s = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        now_s = time.time()
+    return max(0.0, until_s - now_s)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Ticket(google.protobuf.message.Message):
     """
     @property
     def expires_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
-        """a sidecar refuses the ticket afterwards"""
+        """by the scheduler's clock; a sidecar refuses the ticket afterwards"""
 
     @property
     def waited(self) -> google.protobuf.duration_pb2.Duration:

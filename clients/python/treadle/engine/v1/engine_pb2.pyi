@@ -444,6 +444,7 @@ class Load(google.protobuf.message.Message):
     MEASURED_AT_FIELD_NUMBER: builtins.int
     ENGINE_HEALTHY_FIELD_NUMBER: builtins.int
     ASLEEP_TAGS_FIELD_NUMBER: builtins.int
+    CLOCK_AHEAD_S_FIELD_NUMBER: builtins.int
     running_steps: builtins.int
     waiting_steps: builtins.int
     slot_limit: builtins.int
@@ -456,8 +457,12 @@ class Load(google.protobuf.message.Message):
     """that the engine reports; "incomplete-..." while it has parts of a version only"""
     oldest_wait_s: builtins.float
     engine_healthy: builtins.bool
+    clock_ahead_s: builtins.float
+    """of this machine's clock before the scheduler's; below 0: it is behind"""
     @property
-    def measured_at(self) -> google.protobuf.timestamp_pb2.Timestamp: ...
+    def measured_at(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """by the scheduler's clock"""
+
     @property
     def asleep_tags(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """memory that Sleep has given away"""
@@ -477,9 +482,10 @@ class Load(google.protobuf.message.Message):
         measured_at: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         engine_healthy: builtins.bool = ...,
         asleep_tags: collections.abc.Iterable[builtins.str] | None = ...,
+        clock_ahead_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["measured_at", b"measured_at"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asleep_tags", b"asleep_tags", "decode_tokens_per_s", b"decode_tokens_per_s", "engine_healthy", b"engine_healthy", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_tokens_used", b"kv_tokens_used", "measured_at", b"measured_at", "oldest_wait_s", b"oldest_wait_s", "paused", b"paused", "running_steps", b"running_steps", "slot_limit", b"slot_limit", "waiting_steps", b"waiting_steps", "weight_version", b"weight_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asleep_tags", b"asleep_tags", "clock_ahead_s", b"clock_ahead_s", "decode_tokens_per_s", b"decode_tokens_per_s", "engine_healthy", b"engine_healthy", "kv_tokens_capacity", b"kv_tokens_capacity", "kv_tokens_used", b"kv_tokens_used", "measured_at", b"measured_at", "oldest_wait_s", b"oldest_wait_s", "paused", b"paused", "running_steps", b"running_steps", "slot_limit", b"slot_limit", "waiting_steps", b"waiting_steps", "weight_version", b"weight_version"]) -> None: ...
 
 Global___Load: typing_extensions.TypeAlias = Load
 

@@ -126,8 +126,9 @@ class EngineServiceServicer(object):
 
     def Generate(self, request, context):
         """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
-        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
-        PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
+        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE | ENGINE_REFUSED
+        (the engine finds fault with the request), PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of
+        this mesh),
         RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
         received so far).
         """
@@ -136,7 +137,7 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then.
+        """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then. NOT_FOUND STEP_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -444,14 +444,15 @@ class EngineServiceStub(typing.Generic[_EngineServiceGenerateType, _EngineServic
 
     Generate: _EngineServiceGenerateType
     """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
-    Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
-    PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
+    Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE | ENGINE_REFUSED
+    (the engine finds fault with the request), PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of
+    this mesh),
     RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
     received so far).
     """
 
     Abort: _EngineServiceAbortType
-    """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then."""
+    """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then. NOT_FOUND STEP_NOT_FOUND."""
 
     Reprioritize: _EngineServiceReprioritizeType
     """Changes the priority of waiting and running steps; steps that are not here are listed in the response, not an error."""
@@ -587,8 +588,9 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[treadle.engine.v1.engine_pb2.GenerateResponse], collections.abc.AsyncIterator[treadle.engine.v1.engine_pb2.GenerateResponse]]:
         """Runs one step. The stream is unbroken for the caller: preemptions show as events, never as an end; token offsets are contiguous.
-        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE,
-        PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of this mesh),
+        Errors: INVALID_ARGUMENT (empty prompt, bad sampling), FAILED_PRECONDITION TICKET_USED | TICKET_WRONG_ENGINE | ENGINE_REFUSED
+        (the engine finds fault with the request), PERMISSION_DENIED TICKET_EXPIRED | SEAL_REFUSED (changed, or not by the scheduler of
+        this mesh),
         RESOURCE_EXHAUSTED QUEUE_FULL with RetryInfo, UNAVAILABLE ENGINE_LOST | ENGINE_NOT_REGISTERED (resume elsewhere with the tokens
         received so far).
         """
@@ -599,7 +601,7 @@ class EngineServiceServicer(metaclass=abc.ABCMeta):
         request: treadle.engine.v1.engine_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[treadle.engine.v1.engine_pb2.AbortResponse, collections.abc.Awaitable[treadle.engine.v1.engine_pb2.AbortResponse]]:
-        """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then."""
+        """Ends a step early; its stream ends with FINISH_REASON_ABORTED and all tokens sampled until then. NOT_FOUND STEP_NOT_FOUND."""
 
     @abc.abstractmethod
     def Reprioritize(

@@ -1098,15 +1098,21 @@ class RenewEngineLeaseResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEASE_TTL_FIELD_NUMBER: builtins.int
+    NOW_FIELD_NUMBER: builtins.int
     @property
     def lease_ttl(self) -> google.protobuf.duration_pb2.Duration: ...
+    @property
+    def now(self) -> google.protobuf.timestamp_pb2.Timestamp:
+        """by the scheduler's clock, by which tickets expire"""
+
     def __init__(
         self,
         *,
         lease_ttl: google.protobuf.duration_pb2.Duration | None = ...,
+        now: google.protobuf.timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl", "now", b"now"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["lease_ttl", b"lease_ttl", "now", b"now"]) -> None: ...
 
 Global___RenewEngineLeaseResponse: typing_extensions.TypeAlias = RenewEngineLeaseResponse
 

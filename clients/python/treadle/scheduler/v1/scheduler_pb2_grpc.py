@@ -182,7 +182,8 @@ class SchedulerServiceServicer(object):
 
     def ScheduleStep(self, request, context):
         """Answers with a ticket for the next step. Errors: NOT_FOUND TRAJECTORY_NOT_FOUND, FAILED_PRECONDITION TRAJECTORY_CLOSED |
-        TURN_OUT_OF_ORDER | STEP_IN_FLIGHT (name the lost ticket in replaces_ticket_id), UNAVAILABLE NO_ENGINE with RetryInfo,
+        TURN_OUT_OF_ORDER | STEP_IN_FLIGHT (name the lost ticket in replaces_ticket_id), INVALID_ARGUMENT CONTEXT_TOO_LONG |
+        REQUEST_ID_REUSED, RESOURCE_EXHAUSTED STEP_HELD with RetryInfo, UNAVAILABLE NO_ENGINE with RetryInfo,
         and FAILED_PRECONDITION NO_ENGINE_WITH_TAGS where no engine has carried its hardware tags for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
