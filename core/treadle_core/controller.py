@@ -45,6 +45,7 @@ def _tick(state: State, event: ev.Tick, now: float) -> list[Action]:
     if event.late_s:
         state.engines.extend_leases(event.late_s)
         state.jobs.extend_leases(event.late_s)
+    state.engines.end_rests(now)
     return [
         *leases.expire_engines(state, now),
         *leases.expire_jobs(state, now),

@@ -308,8 +308,9 @@ class WeightsRecord:
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """Engine and its lease. `suspect_s`: when a client lost a stream there; None again after the
-    next renewal. behind: it does not serve the desired weights, or has parts of weights only.
+    """Engine and its lease. `suspect_s`: when a client lost a stream there; None again after a
+    renewal, once it has rested. losses: in a row, while it is suspected. behind: it does not serve
+    the desired weights, or has parts of weights only.
     load_error: why it could not load the desired ones, or that they were not pushed to it.
     draining: an operator wants it empty; it takes steps only where no other engine can."""
 
@@ -319,6 +320,7 @@ class EngineRecord:
     register_request_id: str
     load: EngineLoad | None = None
     suspect_s: float | None = None
+    losses: int = 0
     behind: bool = False
     load_error: str = ""
     draining: bool = False
@@ -327,6 +329,11 @@ class EngineRecord:
     def usable(self) -> bool:
         """Return whether new steps may go to this engine."""
         return self.suspect_s is None and self.able and not self.draining
+
+    @property
+    def keeps(self) -> bool:
+        """Return whether trajectories that are on this engine go on there."""
+        return self.able and not self.draining and self.losses <= 1
 
     @property
     def able(self) -> bool:

@@ -383,7 +383,7 @@ class State:
     def new(
         cls, policy: Policy, tuning: Tuning, epoch_s: float, planner_type: type[Planner]
     ) -> "State":
-        engines = EngineTable(tuning.lease_ttl_s)
+        engines = EngineTable(tuning)
         table = TrajectoryTable(tuning)
         jobs = JobTable(tuning.job_lease_s, tuning.job_resume_s)
         planner = planner_type(engines, table, tuning)

@@ -13,6 +13,13 @@ class Tuning:
     # A sidecar renews every third of it, so two renewals may be lost. An engine that died is
     # noticed after this long.
     lease_ttl_s: float = 10.0
+    # An engine that has lost a stream gets no new steps until it renews its lease; after a loss of
+    # another trajectory since then, for this long, and after each further one twice as long, ...
+    loss_rest_s: float = 5.0
+    # ... but no longer than this, ...
+    longest_rest_s: float = 300.0
+    # ... until it has lost nothing for this long.
+    loss_memory_s: float = 900.0
     # An engine that does not serve the desired weights gets another request after this long, as the
     # request may have been lost; a sidecar that loads already joins the two. Sooner where its
     # sidecar did not answer.

@@ -4,7 +4,9 @@ fakes of SGLang."""
 import asyncio
 
 import pytest
+import treadle
 from support.conditions import until
+from support.fake_sglang import Failure
 from support.mesh_of_processes import fleet, load_of
 from support.processes import StartService
 from support.rpc import answer_of
@@ -80,3 +82,77 @@ async def test_trajectories_go_on_when_the_scheduler_restarts_and_forgets_which_
         went = [trajectory.steps[0].engine_ids for trajectory in new]
         assert {engine_ids[-1] for engine_ids in went} == {"e1"}
         assert ("e0", "e1") in went
+
+
+WAYS = [
+    pytest.param(Failure("http", 500)),
+    pytest.param(Failure("http", 503), marks=pytest.mark.full),
+    pytest.param(Failure("event", 500), marks=pytest.mark.full),
+    pytest.param(Failure("abort", 503), marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("failure", WAYS, ids=lambda way: f"{way.how}-{way.status}")
+async def test_an_engine_that_fails_at_once_fails_no_trajectory_and_comes_back(
+    start_service: StartService, failure: Failure
+) -> None:
+    """One of two engines fails at each request, so that it always has the fewest steps. Result: all
+    trajectories are whole, those that run there and new ones; once it works, it is used again."""
+    async with fleet(start_service) as f:
+        fails, works = f.engines
+        first = [asyncio.create_task(f.run(f"first-{index}", 100)) for index in range(8)]
+        await until(lambda: fails.running and works.running)
+        fails.failure = failure
+        later = [asyncio.create_task(f.run(f"later-{index}")) for index in range(16)]
+        await asyncio.gather(*first, *later)
+        await f.control.until_registered(1)
+        new = await asyncio.gather(*(f.run(f"new-{index}") for index in range(8)))
+        assert {trajectory.steps[0].engine_ids for trajectory in new} == {("e1",)}
+
+        fails.failure = None
+        await f.control.until_registered(2)
+        await works.stop()
+        assert (await f.run("last", 40)).steps[0].engine_ids[-1] == "e0"
+
+
+async def test_a_prompt_at_which_every_engine_fails_fails_alone(
+    start_service: StartService,
+) -> None:
+    """Both engines fail at one prompt. Result: its step is tried a few times and then fails with an
+    error of its own; trajectories beside it are whole, and both engines stay."""
+    async with fleet(start_service) as f:
+        for engine in f.engines:
+            engine.failure, engine.fails = (
+                Failure("http", 500),
+                lambda body: 666 in body["input_ids"],
+            )
+        others = [asyncio.create_task(f.run(f"other-{index}", 150)) for index in range(6)]
+        await until(lambda: all(engine.running for engine in f.engines))
+        poison = await f.client.open(prompt_id="poison", sample=0, prompt=[5, 666])
+        with pytest.raises(treadle.TreadleError, match="the engine fails") as lost:
+            async for _ in poison.generate(treadle.Sampling(max_new_tokens=5)):
+                pass
+        assert (lost.value.reason, lost.value.retryable) == ("ENGINES_LOST", False)
+        await asyncio.gather(*others)
+        assert len(await f.control.engines()) == 2
+        assert max(engine.steps for engine in f.engines) < 20
+
+
+async def test_an_engine_whose_streams_bring_nothing_is_left_until_they_do(
+    start_service: StartService,
+) -> None:
+    """It answers polls, and requests that are no streams. Result: its trajectories go on elsewhere,
+    new ones lose no time there, and it is used again once its streams bring tokens."""
+    async with fleet(start_service, ENGINE_STALL_S="2") as f:
+        mute, works = f.engines
+        first = [asyncio.create_task(f.run(f"first-{index}", TOKENS)) for index in range(6)]
+        await until(lambda: mute.running and works.running)
+        mute.is_mute = True
+        await asyncio.gather(*first)
+        probes = mute.probes
+        await until(lambda: mute.probes > probes)
+        assert [info.engine_id for info in await f.control.engines()] == ["e1"]
+        new = await asyncio.gather(*(f.run(f"new-{index}") for index in range(6)))
+        assert {trajectory.steps[0].engine_ids for trajectory in new} == {("e1",)}
+        mute.is_mute = False
+        await f.control.until_registered(2)

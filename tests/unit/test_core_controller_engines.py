@@ -263,3 +263,166 @@ def test_a_policy_holds_for_trajectories_opened_under_it() -> None:
     scenario.open("after")
     assert scenario.controller.trajectory("before").policy.placement is PlacementRule.PINNED
     assert scenario.controller.trajectory("after").policy.placement is PlacementRule.LEAST_LOAD
+
+
+def lose(scenario: Scenario, name: str, turn: int = 0) -> str:
+    """A stream of a trajectory is lost; the engine that lost it."""
+    lost = scenario.ticket(name)
+    scenario.now += 0.01
+    scenario.step(name, turn, replaces_ticket_id=lost.ticket_id)
+    return lost.engine_id
+
+
+def rest_s(scenario: Scenario, engine_id: str, other: str) -> float:
+    """How long an engine gets no trajectory, in whole renewals of 2 s, of which the last one is not
+    counted."""
+    began_s = scenario.now
+    while True:
+        scenario.now += 2.0
+        scenario.renew(other)
+        scenario.renew(engine_id)
+        engine = scenario.controller.engine(engine_id)
+        assert engine is not None
+        if engine.usable:
+            return scenario.now - began_s - 2.0
+
+
+# No rest is a whole number of the renewals of `rest_s`.
+BUSY = Tuning(loss_rest_s=4.7, longest_rest_s=31.0, loss_memory_s=1000.0)
+
+
+def test_an_engine_that_loses_streams_again_rests_twice_as_long_each_time() -> None:
+    """Result: each time it gets no new step for longer, up to a limit; after a long time without a
+    loss, the first rest is short again."""
+    scenario = Scenario(tuning=BUSY, engines=("bad", "good"))
+    rests = []
+    for name in ("a", "b", "c", "d", "e"):
+        scenario.open(name)
+        assert scenario.step(name, 0).engine_id == "bad"
+        assert lose(scenario, name) == "bad"
+        scenario.close(name)
+        rests.append(rest_s(scenario, "bad", "good"))
+    assert rests == pytest.approx([0.0, 4.0, 8.0, 18.0, 30.0])
+    for _ in range(300):
+        scenario.now += 4.0
+        for engine_id in ("bad", "good"):
+            scenario.renew(engine_id)
+        scenario.send(ev.Tick())
+    scenario.open("late")
+    scenario.step("late", 0)
+    assert lose(scenario, "late") == "bad"
+    assert rest_s(scenario, "bad", "good") == 0.0
+
+
+def test_streams_that_are_lost_together_are_one_loss() -> None:
+    scenario = Scenario(tuning=BUSY, engines=("bad",))
+    for number in range(4):
+        scenario.open(f"t{number}")
+        scenario.step(f"t{number}", 0)
+    scenario.engine("good")
+    assert {lose(scenario, f"t{number}") for number in range(4)} == {"bad"}
+    assert rest_s(scenario, "bad", "good") == 0.0
+
+
+def test_an_engine_that_leaves_with_its_streams_rests_when_it_is_back() -> None:
+    """Its sidecar gave it up twice before any client could report. Result: what was remembered of
+    it holds for its next lease."""
+    scenario = Scenario(tuning=BUSY, engines=("bad", "good"))
+    for name in ("a", "b"):
+        scenario.open(name)
+        assert scenario.step(name, 0).engine_id == "bad"
+        scenario.send(ev.EngineDeregistered("lease-bad", "bad"))
+        assert scenario.step(name, 0, replaces_ticket_id=scenario.ticket(name).ticket_id)
+        scenario.close(name)
+        scenario.now += 3.0
+        scenario.renew("good")
+        scenario.engine("bad")
+    assert [scenario.open(f"new-{number}").engine_id for number in range(3)] == ["good"] * 3
+    scenario.advance(2.0)
+    assert scenario.open("later").engine_id == "bad"
+
+
+def test_a_request_that_no_engine_survives_makes_none_of_them_rest() -> None:
+    scenario = Scenario(tuning=BUSY, engines=("e0", "e1"))
+    scenario.open("poison")
+    scenario.step("poison", 0)
+    assert [lose(scenario, "poison") for _ in range(6)] == ["e0", "e1"] * 3
+    for engine_id, other in (("e0", "e1"), ("e1", "e0")):
+        assert rest_s(scenario, engine_id, other) == pytest.approx(0.0)
+
+
+def test_after_repeated_losses_an_engine_gets_one_step_until_one_has_ended() -> None:
+    scenario = Scenario(tuning=BUSY, engines=("bad", "good"))
+    for name in ("a", "b"):
+        scenario.open(name)
+        scenario.step(name, 0)
+        assert lose(scenario, name) == "bad"
+        scenario.close(name)
+        rest_s(scenario, "bad", "good")
+    scenario.open("trial")
+    trial = scenario.step("trial", 0)
+    assert trial.engine_id == "bad"
+    assert [scenario.open(f"new-{number}").engine_id for number in range(4)] == ["good"] * 4
+    scenario.now += 1.0
+    scenario.finish(trial)
+    assert scenario.open("next").engine_id == "bad"
+    assert scenario.step("trial", 1).engine_id == "bad", "it goes on where it was"
+
+
+@pytest.mark.parametrize("rule", list(PlacementRule))
+def test_trajectories_leave_an_engine_that_rests_after_repeated_losses(rule: PlacementRule) -> None:
+    """One of them is in a tool call meanwhile."""
+    scenario = Scenario(replace(PINNED, placement=rule), BUSY, engines=("bad", "good"))
+    for name in ("waits", "a", "b"):
+        scenario.open(name, prompt_id=name)
+        while scenario.step(name, 0).engine_id != "bad":
+            name = f"{name}-again"
+            scenario.open(name, prompt_id=name)
+        if name.startswith("waits"):
+            waits = name
+            scenario.finish(scenario.ticket(name))
+        else:
+            assert lose(scenario, name) == "bad"
+            if name.startswith("a"):
+                rest_s(scenario, "bad", "good")
+    assert scenario.step(waits, 1).engine_id == "good"
+
+
+def test_an_engine_does_not_rest_where_no_other_one_can_take_its_steps() -> None:
+    scenario = Scenario(tuning=BUSY, engines=("only",))
+    for name in ("a", "b", "c"):
+        scenario.open(name)
+        scenario.step(name, 0)
+        assert lose(scenario, name) == "only"
+        scenario.renew("only")
+        only = scenario.controller.engine("only")
+        assert only is not None and only.usable
+
+
+def test_a_scheduler_whose_clock_is_behind_waits_for_no_time_of_the_one_before() -> None:
+    """It takes over with a clock an hour behind. Result: a ticket that no step has used gives up
+    its slot after its life, and a closed trajectory is forgotten in its time."""
+    scenario = Scenario(engines=("e0",))
+    scenario.now = 3600.0
+    scenario.renew("e0")
+    scenario.open("t")
+    scenario.step("t", 0)
+    scenario.open("closed")
+    scenario.close("closed")
+    scenario.now = 0.0
+    scenario.restart()
+    scenario.send(ev.ClosedAnnounced("closed"))
+    for _ in range(200):
+        scenario.renew("e0")
+        asked = scenario.advance(4.0)
+        if all_of(asked, act.AskStep):
+            break
+    assert scenario.now <= scenario.tuning.ticket_ttl_s + 4.0
+    scenario.send(ev.StepUnknown("t", scenario.ticket("t").ticket_id))
+    assert scenario.ticket("t").status is TicketStatus.LOST
+    assert scenario.controller.ledger("t", scenario.now) is not None
+    while scenario.now < scenario.tuning.keep_closed_s + 4.0:
+        scenario.renew("e0")
+        scenario.advance(4.0)
+    with pytest.raises(refusals.TrajectoryNotFound):
+        scenario.controller.trajectory("closed")

@@ -81,6 +81,9 @@ def remove_engine(state: State, engine_id: str, reason: str, now: float) -> list
     actions: list[act.Action] = [act.EnginesChanged(), act.RemoveEngine(engine_id)]
     actions.append(act.AnnounceEngineLost(engine_id, reason))
     for record in state.table.on(engine_id):
+        ticket = record.live_ticket
+        if ticket is not None and ticket.engine_id == engine_id:
+            state.engines.note_loss(ticket, now)
         actions += place_again(state, record)
     return [*actions, *_cancel_moves_to(state, engine_id)]
 

@@ -250,11 +250,12 @@ def issue_ticket(
         placed = [Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why)]
     cancels: list[Action] = []
     if lost is not None:
-        state.engines.suspect(lost.engine_id, now)
+        state.engines.note_loss(lost, now)
         cancels.append(AbortStep(lost.engine_address, lost.ticket_id))
     if record.move is not None:
         cancels += moves.cancel_migration(record)
     record, ticket = _add_ticket(state, record, event, kind, engine.spec, now)
+    state.engines.note_ticket(ticket, now)
     state.table.put(record)
     state.siting.note_step(record)
     return [SaveTrajectory(record), *placed, IssueTicket(ticket, tool_s=event.tool_s), *cancels]
@@ -368,6 +369,9 @@ def finish_step(state: State, event: StepFinished, now: float) -> list[Action]:
     """Count the tokens of a step, request a prediction, and see whether the trajectory should move
     meanwhile."""
     record = state.table.get(event.trajectory_id)
+    ticket = record.ticket if record is not None else None
+    if ticket is not None and ticket.ticket_id == event.ticket_id and event.output_tokens:
+        state.engines.note_end(ticket, now)
     record = count_step(record, event, now) if record is not None else None
     if record is None:
         return []

@@ -6,6 +6,11 @@ which only the lease's own id renews. `revision` grows with every change, `membe
 engine comes, goes, changes its spec or whether it is usable: callers keep what they derive from the
 table until these change. Whoever owns the table removes what `expired` names.
 
+The table remembers which engines have lost streams, also after they have left. One that loses
+streams again, of other trajectories, rests for longer each time: it gets no new steps, and its
+trajectories go on elsewhere. After the rest it gets one step at a time until one has ended. An
+engine rests only while another one is usable.
+
 `Siting` chooses an engine by the placement rule of the trajectory's policy. A pinned engine always
 wins, and every rule avoids an engine that is gone or unhealthy. An engine that is drained is left,
 by trajectories that would stay with it too, unless no other can run them: nothing is refused for
@@ -34,6 +39,7 @@ from treadle_core.model import (
     EngineRecord,
     EngineSpec,
     PlacementRule,
+    TicketRecord,
     TrajectoryRecord,
     WeightsRecord,
 )
@@ -52,12 +58,25 @@ from treadle_core.tuning import Tuning
 MOST_PROMPTS = 16_384
 
 
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Losses of streams at one engine. times: in a row, where streams that began before the last
+    loss are of the same time. trajectory_id: of the last one. rests_until_s: no new step before."""
+
+    times: int
+    last_s: float
+    trajectory_id: str
+    rests_until_s: float
+    on_trial: bool = True
+
+
 class EngineTable:
     """Engines by id, in the order of their ids."""
 
-    def __init__(self, lease_ttl_s: float) -> None:
-        self._lease_ttl_s = lease_ttl_s
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning, self._lease_ttl_s = tuning, tuning.lease_ttl_s
         self._engines: dict[str, EngineRecord] = {}
+        self._losses: dict[str, Losses] = {}
         self._sorted: tuple[EngineRecord, ...] | None = ()
         self.desired: WeightsRecord | None = None  # None: each engine serves what it has
         self._drained: set[str] = set()  # ids; an engine that registers again is drained still
@@ -114,12 +133,15 @@ class EngineTable:
             lease_expires_s=now + self._lease_ttl_s,
             register_request_id=event.request_id,
         )
+        if self._must_rest(event.spec.engine_id, now):
+            losses = self._losses[event.spec.engine_id].times
+            record = replace(record, suspect_s=now, losses=losses)
         self._put(record)
         return record
 
     def renew(self, event: LeaseRenewed, now: float) -> EngineRecord:
-        """Extend a lease and store load and curve; the engine is not suspect any more. Raises
-        LeaseNotFound."""
+        """Extend a lease and store load and curve; an engine that has rested is not suspect any
+        more. Raises LeaseNotFound."""
         record = self.require_lease(event.lease_id, event.engine_id)
         spec, load = record.spec, record.load
         if event.load is not None:
@@ -128,9 +150,9 @@ class EngineTable:
                 spec = replace(spec, weight_version=load.weight_version)
         if event.decode_curve is not None and event.decode_curve != spec.decode_curve:
             spec = replace(spec, decode_curve=event.decode_curve)
-        renewed = replace(
-            record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s, suspect_s=None
-        )
+        renewed = replace(record, spec=spec, load=load, lease_expires_s=now + self._lease_ttl_s)
+        if not self._must_rest(event.engine_id, now):
+            renewed = replace(renewed, suspect_s=None, losses=0)
         self._put(renewed)
         return renewed
 
@@ -139,12 +161,61 @@ class EngineTable:
         for record in self:
             self._put(replace(record, lease_expires_s=record.lease_expires_s + seconds))
 
-    def suspect(self, engine_id: str, now: float) -> None:
-        """Send no new steps to an engine until its next renewal, as a client has lost a stream
-        there."""
+    def note_loss(self, ticket: TicketRecord, now: float) -> None:
+        """Send no new steps to an engine until it has rested and renews its lease, as the stream of
+        a ticket was lost there."""
+        tuning, before = self._tuning, self._losses.get(ticket.engine_id)
+        times = 1
+        if before is not None and now - before.last_s <= tuning.loss_memory_s:
+            again = ticket.issued_s > before.last_s
+            # A trajectory may itself be what its engines do not survive.
+            times = before.times + (again and ticket.trajectory_id != before.trajectory_id)
+        rest_s = min(tuning.loss_rest_s * 2 ** min(times - 2, 32), tuning.longest_rest_s)
+        rest_s = rest_s if times > 1 else 0.0
+        self._losses[ticket.engine_id] = Losses(times, now, ticket.trajectory_id, now + rest_s)
+        self._suspect(ticket.engine_id, times, now)
+
+    def note_ticket(self, ticket: TicketRecord, now: float) -> None:
+        """Send no further step to an engine that has lost streams repeatedly, until this one has
+        ended."""
+        losses = self._losses.get(ticket.engine_id)
+        if losses is not None and losses.on_trial and losses.times > 1:
+            until_s = max(losses.rests_until_s, now + self._tuning.loss_rest_s)
+            self._losses[ticket.engine_id] = replace(losses, rests_until_s=until_s)
+            self._suspect(ticket.engine_id, losses.times, now)
+
+    def note_end(self, ticket: TicketRecord, now: float) -> None:
+        """Note that a step has ended in order: its engine rests no longer, if the step began after
+        the last loss there."""
+        losses = self._losses.get(ticket.engine_id)
+        if losses is not None and losses.on_trial and ticket.issued_s > losses.last_s:
+            rested = replace(losses, rests_until_s=now, on_trial=False)
+            self._losses[ticket.engine_id] = rested
+            self._suspect(ticket.engine_id, 0, None)
+
+    def end_rests(self, now: float) -> None:
+        """Suspect engines no more that have rested, and forget losses of long ago. An engine has to
+        show that it is there: by a registration or a renewal after the loss."""
+        for engine_id, losses in list(self._losses.items()):
+            record = self._engines.get(engine_id)
+            seen_s = record.lease_expires_s - self._lease_ttl_s if record is not None else -math.inf
+            if losses.last_s < seen_s and not self._must_rest(engine_id, now):
+                self._suspect(engine_id, 0, None)
+            if now - losses.last_s > self._tuning.loss_memory_s:
+                del self._losses[engine_id]
+
+    def _suspect(self, engine_id: str, losses: int, since_s: float | None) -> None:
         record = self._engines.get(engine_id)
-        if record is not None:
-            self._put(replace(record, suspect_s=now))
+        if record is not None and (record.suspect_s, record.losses) != (since_s, losses):
+            self._put(replace(record, suspect_s=since_s, losses=losses))
+
+    def _must_rest(self, engine_id: str, now: float) -> bool:
+        losses = self._losses.get(engine_id)
+        return (
+            losses is not None
+            and now < losses.rests_until_s
+            and any(other.usable for other in self if other.spec.engine_id != engine_id)
+        )
 
     def set_weight_version(self, engine_id: str, weight_version: str) -> EngineRecord | None:
         """Store a weight version and return the engine; None where it is not here or has the
@@ -323,9 +394,7 @@ class Siting:
                 engine = self._engines.get(engine_id) if engine_id and engine_id != avoid else None
                 if (
                     engine is not None
-                    and (engine.usable or engine_id == record.engine_id)
-                    and engine.able
-                    and not engine.draining
+                    and (engine.usable or (engine_id == record.engine_id and engine.keeps))
                     and carries_tags(engine, record)
                     and fits_context(engine, context_tokens)
                 ):
