@@ -5,6 +5,7 @@ would have, so that a test can tell a whole sequence from a mended one.
 """
 
 import asyncio
+import time
 import uuid
 from array import array
 from collections import Counter
@@ -17,6 +18,7 @@ import grpc
 import grpc.aio
 from support.fake_servicer import FakeServicer, Gate, Port, Refusal, answer, refuse
 from treadle.common.v1 import tokens_pb2
+from treadle.common.v1.ticket_pb2 import Ticket
 from treadle.engine.v1 import engine_pb2 as pb
 from treadle.engine.v1 import engine_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -109,9 +111,9 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.log("Generate", request, context)
         ticket, refusal = request.ticket, self.next_refusal("Generate")
-        if ticket.ticket_id in self._aborts or ticket.engine_id != self.engine_id:
+        if (bad := self._bad_ticket(ticket)) is not None:
             self.refused.append(ticket.ticket_id)
-            refusal = Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_USED")
+            refusal = bad
         if refusal is not None:
             await refuse(context, refusal)
         script = Script()
@@ -134,6 +136,19 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
                 yield event
         finally:
             self.running.discard(ticket.ticket_id)
+
+    def _bad_ticket(self, ticket: Ticket) -> Refusal | None:
+        """What a sidecar finds wrong with a ticket."""
+        if not ticket.HasField("expires_at"):
+            invalid = grpc.StatusCode.INVALID_ARGUMENT
+            return Refusal(invalid, "INVALID_ARGUMENT", fields=("ticket.expires_at",))
+        if ticket.expires_at.ToNanoseconds() <= time.time_ns():
+            return Refusal(grpc.StatusCode.PERMISSION_DENIED, "TICKET_EXPIRED")
+        if ticket.engine_id != self.engine_id:
+            return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_WRONG_ENGINE")
+        if ticket.ticket_id in self._aborts:
+            return Refusal(grpc.StatusCode.FAILED_PRECONDITION, "TICKET_USED")
+        return None
 
     async def _finish(
         self, step: facts_pb2.StepRef, request: pb.GenerateRequest, end: pb.StepFinished
@@ -210,10 +225,11 @@ class FakeEngine(FakeServicer, engine_pb2_grpc.EngineServiceServicer):
         yield pb.GenerateResponse(finished=finished)
 
     @answer
-    def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse:
+    def Abort(self, request: pb.AbortRequest) -> pb.AbortResponse | Refusal:
         self.aborted.append(request.ticket_id)
-        if request.ticket_id in self._aborts:
-            self._aborts[request.ticket_id].set()
+        if request.ticket_id not in self.running:
+            return Refusal(grpc.StatusCode.NOT_FOUND, "STEP_NOT_FOUND")
+        self._aborts[request.ticket_id].set()
         return pb.AbortResponse()
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Any) -> pb.GetLoadResponse:

@@ -14,15 +14,19 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from support.processes import free_port
+from support.reasons import possible_codes
 from treadle.types import duration
 
 # as Treadle's servers: clients ping
 _SERVER_OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1_000),)
 
 
+MADE_UP = frozenset({"", "AWAY", "NO"})  # reasons that no service has
+
+
 @dataclass(frozen=True)
 class Refusal:
-    """An error as a Treadle service would send it."""
+    """An error as a Treadle service would send it: with a code and a reason that services have."""
 
     code: grpc.StatusCode
     reason: str
@@ -30,6 +34,12 @@ class Refusal:
     retry_after_s: float | None = None
     fields: tuple[str, ...] = ()
     after: bool = False  # the work is done and recorded, and then the answer is lost
+
+    def __post_init__(self) -> None:
+        codes = possible_codes(self.reason)
+        assert self.reason in MADE_UP or self.code.name in codes or self.reason == self.code.name, (
+            f"{self.code.name} {self.reason}: services have it with {sorted(codes) or 'no code'}"
+        )
 
 
 async def refuse(context: grpc.aio.ServicerContext[Any, Any], refusal: Refusal) -> NoReturn:

@@ -121,9 +121,9 @@ class RolloutServiceServicer(object):
 
     def SubmitTrajectory(self, request, context):
         """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
-        full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken and confirmed free
-        room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
+        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED PAYLOADS_FULL | PAYLOADS_HELD with RetryInfo while
+        the store of tokens is full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken
+        and confirmed free room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

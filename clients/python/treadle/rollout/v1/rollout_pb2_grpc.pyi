@@ -309,9 +309,9 @@ class RolloutServiceStub(typing.Generic[_RolloutServiceCreateRolloutType, _Rollo
 
     SubmitTrajectory: _RolloutServiceSubmitTrajectoryType
     """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-    A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
-    full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken and confirmed free
-    room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
+    A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED PAYLOADS_FULL | PAYLOADS_HELD with RetryInfo while
+    the store of tokens is full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken
+    and confirmed free room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
     """
 
     GetBatch: _RolloutServiceGetBatchType
@@ -430,9 +430,9 @@ class RolloutServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[treadle.rollout.v1.rollout_pb2.SubmitTrajectoryResponse, collections.abc.Awaitable[treadle.rollout.v1.rollout_pb2.SubmitTrajectoryResponse]]:
         """Hands in a finished trajectory; the verdict says whether it was kept and which siblings are no longer wanted.
-        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED with RetryInfo while the store of tokens is
-        full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken and confirmed free
-        room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
+        A trajectory handed in twice gets its first verdict again. RESOURCE_EXHAUSTED PAYLOADS_FULL | PAYLOADS_HELD with RetryInfo while
+        the store of tokens is full: nothing was accepted, and the same request may be sent again. PAYLOADS_FULL: batches that are taken
+        and confirmed free room. PAYLOADS_HELD: groups that have not settled hold all of it. INVALID_ARGUMENT: larger than the whole store.
         """
 
     @abc.abstractmethod
