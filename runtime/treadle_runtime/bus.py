@@ -13,6 +13,7 @@ that harmless.
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -34,6 +35,9 @@ from treadle_runtime.buckets import NO_CLUSTER, open_bucket, reserve, until_answ
 from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import (
+    API_OF_ACCOUNT,
+    MAKER,
+    POSITIONS,
     STREAM,
     FactSubscription,
     Handler,
@@ -54,16 +58,26 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
 CONNECT_TIMEOUT_S = 2.0  # timeout of one attempt
 ANSWER_TIMEOUT_S = 2.0  # timeout of a JetStream request; a healthy server answers in under 1 ms
-ENSURE_INTERVAL_S = (
-    10.0  # how often subscriptions are checked: a consumer can be lost without a disconnect
-)
+ENSURE_INTERVAL_S = 10.0  # how often JetStream and the subscriptions are checked
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
+SILENT_S = 3.0  # JetStream that has not answered for so long needs somebody; see JETSTREAM_OFF
 CLOSE_TIMEOUT_S = 1.0  # how long to wait until a connection is closed
 
 # The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
 # is not the message's own.
 EXPECTED_LAST_SUBJECT_SEQUENCE_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 _KEY_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-/")
+
+# Errors of a request while JetStream does not answer.
+NO_ANSWERS = (
+    nats.errors.NoRespondersError,
+    nats.errors.TimeoutError,
+    nats.js.errors.ServiceUnavailableError,
+)
+JETSTREAM_OFF = (
+    "JetStream does not answer. Was nats-server started with -js? Where its disk is full it turns "
+    "JetStream off: free space there, then restart nats-server"
+)
 
 R = TypeVar("R")
 Message = tuple[str, bytes, dict[str, str]]  # subject, payload, headers
@@ -90,6 +104,11 @@ class _JetStream(JetStreamContext):
             await super()._handle_async_reply(msg)
         except nats.js.errors.APIError as error:
             self._publish_async_futures[msg.subject.rpartition(".")[2]].set_exception(error)
+
+
+def bus_name(service: str) -> str:
+    """Return the name under which a service connects."""
+    return f"treadle-{service}"
 
 
 def kv_key(*parts: str) -> str:
@@ -124,17 +143,30 @@ class Bus:
         self._certificates = certificates
         self._tls = None if certificates is None else certificates.context()
         self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
+        # With certificates the stream of facts is in an account of its own, which lets one service
+        # make it (`nats_config` of the command line).
+        shared = certificates is None
+        self._makes_stream = shared or name == bus_name(MAKER)
+        self._facts_js = (
+            self._js
+            if shared
+            else _JetStream(self._client, prefix=API_OF_ACCOUNT, timeout=ANSWER_TIMEOUT_S)
+        )
         self._tracer = tracer
         self._traces = not isinstance(tracer, trace.NoOpTracer)
         self._outbox: asyncio.Queue[Message] = asyncio.Queue(OUTBOX_CAPACITY)  # accepted facts
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
+        self._jetstream_answers = True  # false once it has not for SILENT_S
+        self._silent_since_s: float | None = None
+        self.changed = asyncio.Event()  # set when `connected` may have changed
         # runs the handlers of facts; set before the bus is handed out
         self._handlers: asyncio.TaskGroup
         self._ack_timeouts: set[asyncio.Timeout] = set()  # of waits for acknowledgements
         self._one_sends = asyncio.Lock()
-        self._reconnected = asyncio.Event()
+        self._look = asyncio.Event()  # set when JetStream is to be looked at
+        self._reconnected = False  # since JetStream was looked at
         self._last_error: Exception | None = None
         self._drained = False
 
@@ -167,20 +199,20 @@ class Bus:
         """Pass the facts of `kinds` (all when empty) to `handler`, each fact_id once. Its calls
         begin in the order of the stream, and none waits until an earlier one has returned.
 
-        durable: the name under which the server remembers the position, across restarts of this
-        process; without it, a subscriber gets the facts that are published from now on. replay:
-        begin with all facts that are kept (for a durable subscription: at its first start). A
-        handler that raises gets the fact again, 5 times in all. Raises ValueError for an unknown
-        kind.
+        durable: the name under which the position is stored, across restarts of this process;
+        without it, a subscriber gets the facts that are published from now on. replay: begin with
+        all facts that are kept (for a durable subscription: at its first start). A handler that
+        raises gets the fact again, 5 times in all. Raises ValueError for an unknown kind.
         """
         subscription = FactSubscription(
             self._client,
-            self._js,
+            self._facts_js,
             self._handlers.create_task,
             subjects_of(kinds),
             handler,
             durable=durable,
             replay=replay,
+            open_positions=partial(self.key_value, POSITIONS),
             tracer=self._tracer,
         )
         await subscription.start()
@@ -190,7 +222,7 @@ class Bus:
         """Wait until every subscription has handled the facts that are in the stream now: a state
         rebuilt by `replay` is then complete. Raises nats.errors.Error while NATS does not answer.
         """
-        last = (await until_answered(partial(self._js.stream_info, STREAM))).state.last_seq
+        last = (await until_answered(partial(self._facts_js.stream_info, STREAM))).state.last_seq
         for subscription in self._subscriptions:
             await subscription.catch_up(last)
 
@@ -269,8 +301,8 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Return whether there is a connection to NATS now."""
-        return self._connected.is_set()
+        """Return whether there is a connection to NATS now, and its JetStream answers."""
+        return self._connected.is_set() and self._jetstream_answers
 
     @property
     def max_payload_bytes(self) -> int:
@@ -295,16 +327,18 @@ class Bus:
                 facts=self._unacknowledged,
             )
         self._drained = True
-        with suppress(nats.errors.Error):
-            await self._client.drain()
-        if not self._client.is_closed:
-            with suppress(ConnectionError):  # NATS has closed it
-                await self._close()
+        # A position that is not stored lets the next process handle facts again.
+        with suppress(nats.errors.Error, OSError, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                for subscription in self._subscriptions:
+                    await subscription.save()
+        await self._close()
 
     async def _close(self) -> None:
         """Close the connection in a bounded time: asyncio never reports the end of a connection
-        whose TLS handshake has failed, and nats-py waits for it."""
-        with suppress(TimeoutError):
+        whose TLS handshake has failed, and nats-py waits for it. Errors of a server that is going
+        away change nothing any more."""
+        with suppress(nats.errors.Error, OSError, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
 
@@ -330,6 +364,7 @@ class Bus:
                 )
                 what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
                 await reserve(what, self._replicas, self._make_stream)
+                self._note_jetstream(None)
                 self._connected.set()
         except TimeoutError:
             silent = (
@@ -342,31 +377,35 @@ class Bus:
                 await self._close()
 
     async def _make_stream(self) -> None:
-        config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES, self._replicas or 1)
+        """Make the stream of facts, or wait until the service that may do so has made it; wait for
+        JetStream too."""
         while True:
             try:
-                await self._js.add_stream(config)
+                if self._makes_stream:
+                    await self._add_stream()
+                else:
+                    await self._facts_js.stream_info(STREAM)
                 return
-            except nats.js.errors.BadRequestError as error:
-                if error.err_code == NO_CLUSTER:
-                    raise
-                present = (
-                    await self._js.stream_info(STREAM)
-                ).config  # the stream is there, with other settings
-                if self._facts_bytes is None:
-                    config.max_bytes = present.max_bytes
-                if self._replicas is None:
-                    config.num_replicas = present.num_replicas
-                await self._js.update_stream(config)
-                return
-            except nats.errors.NoRespondersError as error:
-                self._last_error = RuntimeError(
-                    "JetStream is not enabled: start nats-server with -js"
-                )
-                log.warning("JetStream does not answer", error=repr(error))
-            except (nats.js.errors.ServiceUnavailableError, nats.errors.TimeoutError) as error:
-                self._last_error = error
+            except nats.js.errors.NotFoundError:
+                self._last_error = RuntimeError(f"the {MAKER} has not made the stream of facts")
+            except NO_ANSWERS as error:
+                self._note_jetstream(error)
             await asyncio.sleep(RETRY_ENSURE_S)
+
+    async def _add_stream(self) -> None:
+        config = stream_config(self._facts_bytes or DEFAULT_FACTS_BYTES, self._replicas or 1)
+        try:
+            await self._facts_js.add_stream(config)
+        except nats.js.errors.BadRequestError as error:
+            if error.err_code == NO_CLUSTER:
+                raise
+            # the stream is there, with other settings
+            present = (await self._facts_js.stream_info(STREAM)).config
+            if self._facts_bytes is None:
+                config.max_bytes = present.max_bytes
+            if self._replicas is None:
+                config.num_replicas = present.num_replicas
+            await self._facts_js.update_stream(config)
 
     async def _send_accepted(self) -> None:
         while True:
@@ -383,6 +422,7 @@ class Bus:
                     self._outbox.task_done()
                 errors = [result for _, result in results if isinstance(result, Exception)]
                 if errors:
+                    self._look.set()
                     if retry_s == FIRST_RETRY_S:
                         log.warning(
                             "facts not acknowledged, sending again",
@@ -430,24 +470,46 @@ class Bus:
             begun.set()
             await asyncio.Event().wait()
 
-    async def _keep_subscriptions(self) -> None:
+    async def _watch_jetstream(self) -> None:
+        """Look regularly whether JetStream answers, and have subscriptions read what they may have
+        missed; a background task."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(ENSURE_INTERVAL_S):
-                    await self._reconnected.wait()
-            reconnected = self._reconnected.is_set()
-            self._reconnected.clear()
+                    await self._look.wait()
+            self._look.clear()
             try:
-                for subscription in list(self._subscriptions):
-                    await subscription.ensure(reconnected=reconnected)
+                created = (await self._facts_js.stream_info(STREAM)).created
             except nats.js.errors.NotFoundError:  # the stream itself is gone
                 await self._make_stream()
-                self._reconnected.set()
+                self._look.set()
             except nats.errors.Error as error:
-                log.debug("fact consumers not checked", error=repr(error))
-                if reconnected:
-                    self._reconnected.set()
+                if self._connected.is_set() and isinstance(error, NO_ANSWERS):
+                    self._note_jetstream(error)
+                self._look.set()
                 await asyncio.sleep(RETRY_ENSURE_S)
+            else:
+                self._note_jetstream(None)
+                reconnected, self._reconnected = self._reconnected, False
+                for subscription in self._subscriptions:
+                    subscription.ensure(created, reconnected=reconnected)
+
+    def _note_jetstream(self, error: Exception | None) -> None:
+        """Note whether JetStream answers, and log when that changes. error: why it does not."""
+        now = time.monotonic()
+        answered = self._jetstream_answers
+        if error is None:
+            self._silent_since_s, self._jetstream_answers = None, True
+            if not answered:
+                log.info("JetStream answers again")
+                self._reconnected = True
+        else:
+            self._last_error = RuntimeError(f"{JETSTREAM_OFF}: {error!r}")
+            self._silent_since_s = self._silent_since_s or now
+            self._jetstream_answers = now - self._silent_since_s < SILENT_S
+            if answered and not self._jetstream_answers:
+                log.error(JETSTREAM_OFF, error=repr(error))
+        self.changed.set()
 
     async def _on_error(self, error: Exception) -> None:
         if repr(error) != repr(
@@ -458,6 +520,7 @@ class Bus:
 
     async def _on_disconnect(self) -> None:
         self._connected.clear()
+        self.changed.set()
         if self._certificates is not None and self._tls is not None:
             self._certificates.renew(self._tls)
         for timeout in self._ack_timeouts:
@@ -470,7 +533,9 @@ class Bus:
         log.info("NATS is back")
         self._last_error = None
         self._connected.set()
-        self._reconnected.set()
+        self.changed.set()
+        self._reconnected = True
+        self._look.set()
 
 
 @asynccontextmanager
@@ -495,7 +560,7 @@ async def open_bus(
     await bus._connect(url, timeout_s)
     begun = asyncio.Event()
     async with run_beside(
-        [bus._send_accepted, bus._keep_subscriptions, partial(bus._run_handlers, begun)]
+        [bus._send_accepted, bus._watch_jetstream, partial(bus._run_handlers, begun)]
     ):
         try:
             await begun.wait()

@@ -1,15 +1,20 @@
 """Make facts, name their NATS subjects, and subscribe to them (treadle/telemetry/v1/facts.proto).
 
-Invariants of a subscription: handlers begin in the order of the stream but for redeliveries, each
-runs to its first await before the next begins, and none waits until an earlier one has returned: a
-handler that changes its state at once and then waits until that is stored delays no other fact. A
-fact is acknowledged after its handler has returned. A fact whose handler raises is delivered again,
-`MOST_TRIES` times in all, and is then given up with an error in the log. This process handles a
-fact_id once.
+A subscription only reads: the stream announces what it has stored (`STORED_ROOT`), and the
+subscription reads facts by their sequence and keeps its position itself. So a service needs no
+right to change anything that is stored for others (ADR 0074).
+
+Invariants of a subscription: handlers begin in the order of the stream but for repeats, each runs
+to its first await before the next begins, and none waits until an earlier one has returned: a
+handler that changes its state at once and then waits until that is stored delays no other fact. The
+position is before the first fact whose handler has not returned. A handler that raises gets its
+fact again, `MOST_TRIES` times in all; the fact is then given up with an error in the log. This
+process handles a fact_id once.
 """
 
 import asyncio
 import datetime
+import json
 import string
 import time
 import uuid
@@ -17,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, partial, reduce
+from typing import Any
 
 import nats.errors
 import nats.js.errors
@@ -26,14 +32,8 @@ from google.protobuf.message import DecodeError, Message
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DeliverPolicy,
-    DiscardPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js.api import DiscardPolicy, Header, RePublish, StorageType, StreamConfig
+from nats.js.kv import KeyValue
 from opentelemetry import propagate, trace
 from treadle.telemetry.v1.facts_pb2 import Fact
 
@@ -43,7 +43,15 @@ log = structlog.get_logger()
 
 STREAM = "TREADLE_FACTS"
 SUBJECT_ROOT = "treadle.facts"
-FACTS_KEPT_S = 3600.0  # a consumer that was away for longer starts from what is left
+STORED_ROOT = "treadle.stored"  # where the stream announces each fact that it has stored
+# The service that makes the stream of a mesh with certificates. The others cannot: whoever may
+# write the configuration of a stream can have NATS copy any other one (ADR 0074).
+MAKER = "scheduler"
+# What stands before the name of a request about the stream, in place of $JS.API, where the stream
+# is in an account of its own.
+API_OF_ACCOUNT = "treadle.facts-api"
+POSITIONS = "treadle_positions"  # bucket of the positions of durable subscriptions
+FACTS_KEPT_S = 3600.0  # a subscription that was away for longer starts from what is left
 DUPLICATE_WINDOW_S = 120.0  # how long a repeated publish is recognised; repeats come within seconds
 KINDS: frozenset[str] = frozenset(
     field.name for field in Fact.DESCRIPTOR.oneofs_by_name["fact"].fields
@@ -58,15 +66,18 @@ _TOKEN_CHARS = frozenset(string.ascii_letters + string.digits + "-_:")
 Handler = Callable[[Fact], Awaitable[None]]
 
 MOST_TRIES = 5
-FIRST_REDELIVERY_S = 0.1  # doubles with each try
-ACK_WAIT_S = 30.0  # longer than any handler runs: handlers start work and do not wait for it
+FIRST_REPEAT_S = 0.1  # doubles with each try
 # facts whose handlers run; more than come while state is stored, about a second of a busy mesh
 MOST_UNHANDLED = 1024
 REMEMBERED_FACTS = 65_536  # ids, about 8 MB; far more than the duplicate window holds
-CAUGHT_UP_POLL_S = 0.02  # how often to request the progress of a replay from the server
-INACTIVE_THRESHOLD_S = (
-    60.0  # the server forgets a consumer without subscriber after this, unless durable
-)
+BATCH = 256  # facts of one request; about 100 KB
+READ_TIMEOUT_S = 2.0  # timeout of a request; a healthy server answers in under 1 ms
+RETRY_READ_S = 0.2
+POLL_S = 0.02
+# How far a server of a cluster that answers a read may be behind the one that announces facts.
+LAG_S = 1.0
+SAVE_INTERVAL_S = 0.2  # a process that is killed leaves facts of so long to be handled again
+FOUND_NOTHING, END_OF_BATCH = "404", "204"  # statuses of answers
 
 
 def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
@@ -82,6 +93,8 @@ def stream_config(max_bytes: int, replicas: int) -> StreamConfig:
         num_replicas=replicas,
         discard=DiscardPolicy.OLD,
         duplicate_window=DUPLICATE_WINDOW_S,
+        allow_direct=True,
+        republish=RePublish(f"{SUBJECT_ROOT}.>", f"{STORED_ROOT}.>", headers_only=True),
     )
 
 
@@ -146,8 +159,11 @@ def _token(text: str) -> str:
 
 
 class FactSubscription:
-    """JetStream push consumer of `subjects` that passes each fact to `handler`; `ensure` restores
-    it where the server has lost it."""
+    """Reader of the facts of `subjects` in the stream, which passes each to `handler`.
+
+    js: JetStream of the stream. durable: the key of its position in the bucket that
+    `open_positions` opens; None: the position is in memory alone.
+    """
 
     def __init__(
         self,
@@ -159,183 +175,209 @@ class FactSubscription:
         *,
         durable: str | None,
         replay: bool,
+        open_positions: Callable[[], Awaitable[KeyValue]],
         tracer: trace.Tracer,
     ) -> None:
         self._client, self._js, self._start_task = client, js, start_task
         self._subjects, self._handler, self._tracer = list(subjects), handler, tracer
-        self._durable, self._replay = durable, replay
-        self._name = durable or f"ephemeral-{uuid.uuid4().hex}"
-        # A durable consumer keeps its subject, so that a restarted process goes on receiving from
-        # the same consumer.
-        self._deliver_subject = f"treadle.deliver.{self._name}"
-        self._handled: OrderedDict[str, None] = OrderedDict()
-        self._in_hand: set[str] = set()  # ids of facts whose handlers run
-        self._stream_created: datetime.datetime | None = (
-            None  # a stream that is made again counts from 1
-        )
-        self._next_sequence: int | None = None  # where in the stream a lost consumer goes on
-        self._open_sequences: set[int] = set()  # facts received, neither acknowledged nor given up
+        self._durable, self._replay, self._open_positions = durable, replay, open_positions
+        self._handled: OrderedDict[str, None] = OrderedDict()  # and those whose handlers run
+        # A stream that is made again counts from 1.
+        self._stream_created: datetime.datetime | None = None
+        self._next = 1  # sequence from which to read
+        self._open: set[int] = set()  # sequences of the facts whose handlers have not returned
+        self._progress = asyncio.Event()  # set when a handler has returned, or all is read
+        self._announced = 0  # highest sequence that is known to be stored
+        self._read_to = 0  # all facts up to this sequence have been read
+        self._look = asyncio.Event()  # set when there may be something to read
+        self._answers: asyncio.Queue[Msg] = asyncio.Queue()
+        self._inbox, self._requests = client.new_inbox(), 0
+        self._waiting: asyncio.Timeout | None = None  # of the request that waits for answers
+        self._positions: KeyValue | None = None
+        self._saved = 0  # position as it was last stored
         self._closing = False
 
     async def start(self) -> None:
-        """Continue with the durable consumer of an earlier process, or subscribe and then make a
-        consumer."""
+        """Begin to read: at the stored position of an earlier process, else at the next fact, or
+        with `replay` at the first that is kept."""
+        await self._client.subscribe(f"{self._inbox}.*", cb=self._answers.put)
+        for subject in self._subjects:
+            announced = subject.replace(SUBJECT_ROOT, STORED_ROOT, 1)
+            await self._client.subscribe(announced, cb=self._on_announcement)
         info = await until_answered(partial(self._js.stream_info, STREAM))
         self._stream_created = info.created
-        # Before the consumer is made, since a process that hangs still listens there, and would get
-        # all that is sent again.
-        await self._client.subscribe(self._deliver_subject, cb=self._on_message)
-        if not await until_answered(self._adopt):
-            if not self._replay:
-                # From here on, also if the consumer is lost before the first fact.
-                self._next_sequence = info.state.last_seq + 1
-            await self._create()
+        self._next = 1 if self._replay else info.state.last_seq + 1
+        if self._durable is not None:
+            self._positions = await self._open_positions()
+            stored = await until_answered(self._stored_position)
+            self._next = self._next if stored is None else stored
+            # From here on, also if this process is killed before the first fact.
+            await until_answered(self.save)
+            self._start_task(self._save_regularly())
+        self._start_task(self._read())
 
-    async def ensure(self, *, reconnected: bool) -> None:
-        """Make the consumer again if the server no longer knows it; after a reconnect, have it send
-        lost facts again.
-
-        Raises nats.js.errors.NotFoundError where the stream itself is gone, nats.errors.Error while
-        NATS does not answer.
-        """
-        try:
-            await self._js.consumer_info(STREAM, self._name)
-        except nats.js.errors.NotFoundError:
-            info = await self._js.stream_info(STREAM)
-            if info.created != self._stream_created:
-                self._stream_created = info.created
-                self._next_sequence = 1
-                self._open_sequences.clear()
-            await self._create()
-            log.warning("fact consumer was lost and is made again", consumer=self._name)
-        else:
-            if reconnected:
-                await self._rewind()
+    def ensure(self, created: datetime.datetime | None, *, reconnected: bool) -> None:
+        """Read again what may have been missed, all of it where the stream was `created` again."""
+        if created != self._stream_created:
+            log.warning("the stream of facts was made again", subjects=self._subjects)
+            self._stream_created, self._next, self._open = created, 1, set()
+            self._announced = self._read_to = self._saved = 0
+        if reconnected and self._waiting is not None and not self._waiting.expired():
+            self._waiting.reschedule(asyncio.get_running_loop().time())  # the answer is lost
+        self._look.set()
 
     async def catch_up(self, sequence: int) -> None:
-        """Wait until all facts up to this sequence of the stream are handled or given up. Raises
-        nats.errors.Error."""
-        while True:
-            info = await until_answered(partial(self._js.consumer_info, STREAM, self._name))
-            waiting = (info.num_pending or 0) + (info.num_ack_pending or 0)
-            done = info.ack_floor.stream_seq if info.ack_floor is not None else 0
-            if not waiting or done >= sequence:
-                return
-            await asyncio.sleep(CAUGHT_UP_POLL_S)
+        """Wait until all facts up to this sequence of the stream are handled or given up."""
+        self._announced = max(self._announced, sequence)
+        self._look.set()
+        while self._read_to < sequence or any(each <= sequence for each in self._open):
+            await self._until_progress()
 
     def close(self) -> None:
-        """Handle no further fact; unacknowledged facts stay with the server."""
+        """Handle no further fact."""
         self._closing = True
 
-    async def _create(self) -> None:
-        config = self._config()
-        if self._next_sequence is not None:
-            config.deliver_policy = DeliverPolicy.BY_START_SEQUENCE
-            config.opt_start_seq = min(self._open_sequences, default=self._next_sequence)
-        self._open_sequences.clear()
-        await until_answered(partial(self._js.add_consumer, STREAM, config))
+    async def save(self) -> None:
+        """Store the position of a durable subscription, if it has changed. Raises
+        nats.errors.Error."""
+        position = min(self._open, default=self._next)
+        if self._positions is not None and self._durable is not None and position != self._saved:
+            value = {"stream": str(self._stream_created), "next": position}
+            await self._positions.put(self._durable, json.dumps(value).encode())
+            self._saved = position
 
-    async def _adopt(self) -> bool:
-        """Continue with the durable consumer of an earlier process; return False where there is
-        none."""
-        if self._durable is None:
-            return False
+    async def _on_announcement(self, message: Msg) -> None:
+        stored = int((message.headers or {}).get("Nats-Sequence", 0))
+        self._announced = max(self._announced, stored)
+        self._look.set()
+
+    async def _read(self) -> None:
+        """Read the facts that are stored, as they come; a background task."""
+        behind_s = 0.0
+        while not self._closing:
+            while len(self._open) >= MOST_UNHANDLED:
+                await self._until_progress()
+            self._look.clear()
+            announced = self._announced
+            try:
+                if await self._read_batch():
+                    continue
+            except (nats.errors.Error, TimeoutError) as error:
+                log.debug("facts are not read, trying again", error=repr(error))
+                await asyncio.sleep(RETRY_READ_S)
+                continue
+            if self._next <= announced and behind_s < LAG_S:
+                behind_s += POLL_S
+                await asyncio.sleep(POLL_S)
+                continue
+            behind_s, self._read_to = 0.0, max(announced, self._next - 1)
+            self._progress.set()
+            await self._look.wait()
+
+    async def _until_progress(self) -> None:
+        self._progress.clear()
+        await self._progress.wait()
+
+    async def _read_batch(self) -> bool:
+        """Start the handlers of the next facts, and return whether more are stored. Raises
+        nats.errors.Error and TimeoutError."""
+        self._requests += 1
+        reply = f"{self._inbox}.{self._requests}"
+        request: dict[str, int | str] = {"seq": self._next, "batch": BATCH}
+        if len(self._subjects) == 1:  # with several, all are read, and the others left out here
+            request |= {"next_by_subj": self._subjects[0]}
+        subject = f"{self._js._prefix}.DIRECT.GET.{STREAM}"
+        await self._client.publish(subject, json.dumps(request).encode(), reply=reply)
         try:
-            present = (await self._js.consumer_info(STREAM, self._name)).config
-        except nats.js.errors.NotFoundError:
-            return False
-        # The consumer keeps its place in the stream; only its subjects may have changed.
-        config = self._config()
-        config.deliver_policy, config.opt_start_seq = present.deliver_policy, present.opt_start_seq
-        await self._js.add_consumer(STREAM, config)
-        await self._rewind()
-        return True
+            async with asyncio.timeout(READ_TIMEOUT_S) as self._waiting:
+                while True:
+                    message = await self._answers.get()
+                    if message.subject != reply:  # of a request that was given up
+                        continue
+                    headers = message.headers or {}
+                    status = headers.get(Header.STATUS)
+                    if status is None and "Nats-Sequence" in headers:
+                        self._take(message, headers)
+                    elif status == END_OF_BATCH:
+                        return headers.get("Nats-Num-Pending") != "0"
+                    elif status == FOUND_NOTHING:
+                        return False
+                    else:
+                        raise nats.errors.Error(f"NATS does not read facts: {headers}")
+        finally:
+            self._waiting = None
 
-    async def _rewind(self) -> None:
-        """Have the server send unacknowledged facts at once rather than after ACK_WAIT_S."""
-        with suppress(
-            nats.js.errors.ServiceUnavailableError
-        ):  # a server before 2.14 cannot: the facts come late
-            await self._js.reset_consumer(STREAM, self._name)
-
-    def _config(self) -> ConsumerConfig:
-        return ConsumerConfig(
-            name=self._name,
-            durable_name=self._durable,
-            deliver_subject=self._deliver_subject,
-            deliver_policy=DeliverPolicy.ALL if self._replay else DeliverPolicy.NEW,
-            ack_policy=AckPolicy.EXPLICIT,
-            ack_wait=ACK_WAIT_S,
-            max_deliver=MOST_TRIES,
-            max_ack_pending=MOST_UNHANDLED,
-            filter_subjects=self._subjects,
-            inactive_threshold=None if self._durable else INACTIVE_THRESHOLD_S,
-        )
-
-    async def _on_message(self, message: Msg) -> None:
-        if self._closing or not message.reply:
+    def _take(self, message: Msg, headers: dict[str, str]) -> None:
+        """Start the handler of a fact that was read, unless it is of another kind, or was handled
+        before."""
+        if self._closing:
             return
-        sequence = message.metadata.sequence.stream
-        self._next_sequence = max(self._next_sequence or 0, sequence + 1)
-        self._open_sequences.add(sequence)
-        self._start_task(self._take(message, sequence))
-
-    async def _take(self, message: Msg, sequence: int) -> None:
-        try:
-            if await self._handle(message):
-                self._open_sequences.discard(sequence)
-        except nats.errors.Error as error:
-            log.debug(
-                "a fact was not acknowledged and comes again",
-                subject=message.subject,
-                error=repr(error),
-            )
-
-    def _span(self, kind: str, message: Msg) -> AbstractContextManager[object]:
-        if isinstance(self._tracer, trace.NoOpTracer):
-            return nullcontext()
-        context = propagate.extract(message.headers or {})
-        return self._tracer.start_as_current_span(
-            f"{kind} process", context, trace.SpanKind.CONSUMER
-        )
-
-    async def _handle(self, message: Msg) -> bool:
-        """Return True once the fact is handled, dropped or given up, and False where it is
-        delivered again."""
+        sequence, subject = int(headers["Nats-Sequence"]), headers["Nats-Subject"]
+        self._next = sequence + 1
+        if not any(subject.startswith(each.removesuffix(">")) for each in self._subjects):
+            return
         try:
             fact = Fact.FromString(message.data)
-            kind = kind_of(fact)
+            # Who may publish under a subject is known; what a message claims to be is not.
+            if subject != subject_of(fact):
+                raise ValueError("it stands under the subject of another fact")
         except (DecodeError, ValueError) as error:
-            log.error("not a fact, dropped", subject=message.subject, error=repr(error))
-            await message.term()
-            return True
-        if fact.fact_id in self._in_hand:
-            return False
-        if fact.fact_id not in self._handled:
-            self._in_hand.add(fact.fact_id)
-            with self._span(kind, message):
-                try:
+            log.error("not a fact, dropped", subject=subject, error=repr(error))
+            return
+        if fact.fact_id in self._handled:
+            return
+        self._handled[fact.fact_id] = None
+        if len(self._handled) > REMEMBERED_FACTS:
+            self._handled.popitem(last=False)
+        self._open.add(sequence)
+        self._start_task(self._handle(fact, sequence, headers, self._open))
+
+    async def _handle(
+        self, fact: Fact, sequence: int, headers: dict[str, str], running: set[int]
+    ) -> None:
+        kind = kind_of(fact)
+        about = {"kind": kind, "fact_id": fact.fact_id}
+        for tries in range(1, MOST_TRIES + 1):
+            try:
+                with self._span(kind, headers):
                     await self._handler(fact)
-                except (
-                    Exception
-                ):  # on any error the fact is delivered again, and no other fact waits for it
-                    tries, about = (
-                        message.metadata.num_delivered,
-                        {"kind": kind, "fact_id": fact.fact_id},
-                    )
-                    log.exception(
-                        "fact handler failed", **about, tries=tries, most_tries=MOST_TRIES
-                    )
-                    if tries < MOST_TRIES:
-                        await message.nak(delay=FIRST_REDELIVERY_S * 2 ** (tries - 1))
-                        return False
-                    log.error("fact given up", **about)
-                    await message.term()
-                    return True
-                finally:
-                    self._in_hand.discard(fact.fact_id)
-            self._handled[fact.fact_id] = None
-            if len(self._handled) > REMEMBERED_FACTS:
-                self._handled.popitem(last=False)
-        await message.ack()
-        return True
+                break
+            except Exception:  # on any error the fact is handled again, and no other waits for it
+                log.exception("fact handler failed", **about, tries=tries, most_tries=MOST_TRIES)
+            if tries < MOST_TRIES:
+                await asyncio.sleep(FIRST_REPEAT_S * 2 ** (tries - 1))
+        else:
+            log.error("fact given up", **about)
+        running.discard(sequence)
+        self._progress.set()
+
+    def _span(self, kind: str, headers: dict[str, str]) -> AbstractContextManager[object]:
+        if isinstance(self._tracer, trace.NoOpTracer):
+            return nullcontext()
+        return self._tracer.start_as_current_span(
+            f"{kind} process", propagate.extract(headers), trace.SpanKind.CONSUMER
+        )
+
+    async def _save_regularly(self) -> None:
+        """Store the position while it changes; a background task."""
+        while not self._closing:
+            await asyncio.sleep(SAVE_INTERVAL_S)
+            try:
+                await self.save()
+            except nats.js.errors.NoStreamResponseError:  # a NATS server that lost its store
+                with suppress(nats.errors.Error):
+                    self._positions = await self._open_positions()
+            except nats.errors.Error as error:
+                log.debug("the position among facts is not stored yet", error=repr(error))
+
+    async def _stored_position(self) -> int | None:
+        """Return the sequence at which an earlier process would go on: 1 where the stream was made
+        again since; None where there was no such process."""
+        assert self._positions is not None and self._durable is not None
+        try:
+            value: dict[str, Any] = json.loads(
+                (await self._positions.get(self._durable)).value or b"{}"
+            )
+        except nats.js.errors.KeyNotFoundError:
+            return None
+        return int(value["next"]) if value["stream"] == str(self._stream_created) else 1

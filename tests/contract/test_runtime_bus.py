@@ -197,10 +197,23 @@ async def test_a_handler_that_has_not_returned_delays_no_later_fact(bus: Bus) ->
     await bus.subscribe(["engine_lost"], handle, durable="loom")
     await bus.publish(lost("first"))
     await bus.publish(lost("second"))
+    step = StepFinished(step=StepRef(trajectory_id="t"))  # the last fact is of another kind
+    await bus.publish(make_fact("test", step_finished=step))
     async with asyncio.timeout(10):
         await bus.flush()
         await bus.catch_up()
     assert heard == ["first", "second"]
+
+
+async def test_a_fact_under_the_subject_of_another_kind_is_dropped(bus: Bus) -> None:
+    """NATS knows who may publish under a subject; what a message says of itself is not checked."""
+    ear = Ear()
+    await bus.subscribe([], ear)
+    forged = lost("forged").SerializeToString()
+    await bus.jetstream.publish("treadle.facts.tool-started.forged", forged)
+    await bus.publish(lost("true"))
+    await until(lambda: ear.tries)
+    assert ear.heard == ["true"]
 
 
 @pytest.mark.parametrize("durable", [None, "loom"])

@@ -42,7 +42,7 @@ from treadle.types import pack_ids
 from treadle_cli.mesh.engines import forget_caches
 from treadle_cli.mesh.mesh import Mesh
 from treadle_runtime.bus import Bus, open_bus
-from treadle_runtime.facts import STREAM, make_fact
+from treadle_runtime.facts import POSITIONS, STREAM, make_fact
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.processes import run_mesh
@@ -63,7 +63,7 @@ AT_ONCE = scheduler_pb2.Policy(
     preempt=True,
 )
 TURNS = 4  # of a trajectory, each with its fact
-SCHEDULER = "scheduler"  # the consumer of facts
+SCHEDULER = "scheduler"  # the name of its subscription to facts
 POLL_S = 0.005
 
 PROMPTS = 4  # a repeat
@@ -248,11 +248,11 @@ async def _take_steps(calls: Calls, bus: Bus, trajectories: Sequence[Trajectory]
 
     await _gather(work() for _ in range(IN_FLIGHT))
     await bus.flush()
-    while True:
-        consumer = await bus.jetstream.consumer_info(STREAM, SCHEDULER)
-        if not consumer.num_pending and not consumer.num_ack_pending:
-            return times_s
+    last = (await bus.jetstream.stream_info(STREAM)).state.last_seq
+    positions = await bus.key_value(POSITIONS)
+    while json.loads((await positions.get(SCHEDULER)).value or b"{}")["next"] <= last:
         await asyncio.sleep(POLL_S)
+    return times_s
 
 
 async def _measure_sidecar(
