@@ -129,6 +129,7 @@ class Settings(BaseModel):
     )
 
     service: ClassVar[str] = ""
+    uses_nats: ClassVar[bool] = True  # whether the service keeps state or facts there
 
     listen: str = "127.0.0.1:0"
     nats_url: NatsUrl = "nats://127.0.0.1:4222"

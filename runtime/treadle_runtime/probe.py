@@ -18,7 +18,8 @@ from pathlib import Path
 
 PROBE_TIMEOUT_S = 2.0  # below the probe interval of any orchestrator
 LONGEST_BYTES = 256  # longest request, which is the name of a service, and longest answer
-SERVING, UNKNOWN = "SERVING", "SERVICE_UNKNOWN"
+SERVING, NOT_SERVING, UNKNOWN = "SERVING", "NOT_SERVING", "SERVICE_UNKNOWN"
+NATS = "nats"  # the service name under which health tells whether NATS and its JetStream answer
 
 
 def main(arguments: list[str]) -> int:

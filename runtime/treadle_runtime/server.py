@@ -37,7 +37,7 @@ from opentelemetry import trace
 from treadle.certificates import Certificates
 
 from treadle_runtime import probe
-from treadle_runtime.bus import Bus, open_bus, run_beside
+from treadle_runtime.bus import Bus, bus_name, open_bus, run_beside
 from treadle_runtime.calls import CallTimes, Channels, Interceptor
 from treadle_runtime.config import Settings, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
@@ -56,7 +56,6 @@ LAST_WORDS_S = (
 )
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
-NOT_SERVING = "NOT_SERVING"
 # the service name under which health is SERVING while the process runs, also where it stands by
 ALIVE = "alive"
 # Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and
@@ -77,15 +76,15 @@ COLLECTIONS = (10_000, 10, 100)
 class Runtime:
     """Connections, settings and tools that the runtime gives to a service.
 
-    stopping: set when the drain begins. channel: returns the channel to an address (host:port) and
-    the service there: one per address, closed at drain; deadline and trace are sent with each call.
-    follow: the same for a service of several processes, of which one serves at a time. listening:
-    resolves to the address at which the server listens. certificates: None in plaintext.
+    nats: None for a service that does not use it (`Settings.uses_nats`). stopping: set when the
+    drain begins. channel: returns the channel to an address (host:port) and the service there: one
+    per address, closed at drain; deadline and trace are sent with each call. follow: the same for a
+    service of several processes, of which one serves at a time. listening: resolves to the address
+    at which the server listens. certificates: None in plaintext.
     """
 
     settings: Settings
-    bus: Bus
-    records: RequestRecords
+    nats: Bus | None
     stopping: asyncio.Event
     channel: Callable[[str, str], grpc.aio.Channel]
     follow: Callable[[str, str], grpc.aio.Channel]
@@ -93,6 +92,21 @@ class Runtime:
     metrics: Metrics
     listening: asyncio.Future[str]
     certificates: Certificates | None
+
+    @property
+    def bus(self) -> Bus:
+        """Return the connection to NATS of a service that uses it."""
+        assert self.nats is not None, "its settings say that it does not use NATS"
+        return self.nats
+
+    async def open_records(self) -> RequestRecords:
+        """Open the records of this service's answers. Raises StartError."""
+        try:
+            return await RequestRecords.open(self.bus, self.settings.service)
+        except nats.errors.Error as error:
+            raise StartError(
+                f"JetStream at {self.settings.nats_url} does not hold records: {error!r}"
+            ) from error
 
 
 class Turn:
@@ -245,32 +259,16 @@ async def serving(
     tracing = tracing or configure_tracing(settings)
     metrics = Metrics(settings)
     stopping = asyncio.Event()
-    name = f"treadle-{settings.service}"
     times = [CallTimes(metrics)] if settings.otlp_endpoint else []
     channels = Channels(
         receive_limit_bytes(settings), [*tracing.client_interceptors(), *times], certificates
     )
     try:
-        async with open_bus(
-            settings.nats_url,
-            name,
-            timeout_s=settings.startup_timeout_s,
-            tracer=tracing.tracer,
-            facts_bytes=settings.facts_bytes,
-            replicas=settings.nats_replicas,
-            certificates=certificates,
-        ) as bus:
-            try:
-                records = await RequestRecords.open(bus, settings.service)
-            except nats.errors.Error as error:
-                raise StartError(
-                    f"JetStream at {settings.nats_url} does not hold records: {error!r}"
-                ) from error
+        async with _connected(settings, tracing, certificates) as bus:
             listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             runtime = Runtime(
                 settings,
                 bus,
-                records,
                 stopping,
                 channels.get,
                 channels.follow,
@@ -281,15 +279,8 @@ async def serving(
             )
             wiring = await wire(runtime)
             try:
-                facts, gauge = "Facts that NATS has not acknowledged", metrics.gauge
-                gauge("outbox", "fact", facts, lambda: bus.unacknowledged, of=OF_ALL)
-                gauge(
-                    "connected",
-                    "connection",
-                    "1 while NATS answers, else 0",
-                    lambda: int(bus.connected),
-                    of=OF_ALL,
-                )
+                if bus is not None:
+                    _measure(bus, metrics)
                 async with (
                     run_beside([*wiring.tasks, metrics.watch]),
                     _listening(runtime, wiring) as address,
@@ -297,13 +288,39 @@ async def serving(
                     yield Serving(address, runtime)
             finally:
                 stopping.set()
-                await bus.drain(settings.drain_grace_s)
+                if bus is not None:
+                    await bus.drain(settings.drain_grace_s)
                 if wiring.close is not None:
                     await wiring.close()
     finally:
         await channels.close()
         await metrics.shutdown()
         await tracing.shutdown()
+
+
+@asynccontextmanager
+async def _connected(
+    settings: Settings, tracing: Tracing, certificates: Certificates | None
+) -> AsyncIterator[Bus | None]:
+    if not settings.uses_nats:
+        yield None
+        return
+    async with open_bus(
+        settings.nats_url,
+        bus_name(settings.service),
+        timeout_s=settings.startup_timeout_s,
+        tracer=tracing.tracer,
+        facts_bytes=settings.facts_bytes,
+        replicas=settings.nats_replicas,
+        certificates=certificates,
+    ) as bus:
+        yield bus
+
+
+def _measure(bus: Bus, metrics: Metrics) -> None:
+    facts, answers = "Facts that NATS has not acknowledged", "1 while NATS answers, else 0"
+    metrics.gauge("outbox", "fact", facts, lambda: bus.unacknowledged, of=OF_ALL)
+    metrics.gauge("connected", "connection", answers, lambda: int(bus.connected), of=OF_ALL)
 
 
 @asynccontextmanager
@@ -353,7 +370,9 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
 
     async def report() -> None:
         for name in names:
-            await set_health(name, probe.SERVING if turn is None or turn.serves else NOT_SERVING)
+            await set_health(
+                name, probe.SERVING if turn is None or turn.serves else probe.NOT_SERVING
+            )
 
     async def report_turn() -> None:
         """Report whether this process serves, at each change; a background task."""
@@ -362,6 +381,13 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             turn.changed.clear()
             await report()
 
+    async def report_nats() -> None:
+        """Report whether NATS and its JetStream answer, at each change; a background task."""
+        while (bus := runtime.nats) is not None:
+            bus.changed.clear()
+            await set_health(probe.NATS, probe.SERVING if bus.connected else probe.NOT_SERVING)
+            await bus.changed.wait()
+
     await set_health(ALIVE, probe.SERVING)
     ready = Path(settings.ready_file) if settings.ready_file else None
     try:
@@ -369,7 +395,7 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             probe.saying_health(
                 settings.health_socket, lambda name: statuses.get(name, probe.UNKNOWN)
             ),
-            run_beside([report_turn]),
+            run_beside([report_turn, report_nats]),
         ):
             runtime.listening.set_result(address)
             if turn is not None:

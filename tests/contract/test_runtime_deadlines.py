@@ -68,7 +68,7 @@ async def test_a_stream_that_its_client_leaves_is_closed(nats_url: str) -> None:
     streams: list[ProbeStream] = []
 
     async def wired(runtime: Runtime) -> Wiring:
-        streams.append(ProbeStream(runtime))  # type: ignore[abstract]
+        streams.append(ProbeStream(await runtime.open_records()))  # type: ignore[abstract]
         return Wiring(
             {
                 MIGRATOR: lambda server: migrator_pb2_grpc.add_MigratorServiceServicer_to_server(

@@ -17,7 +17,7 @@ from treadle_runtime import errors
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import Json, Settings
 from treadle_runtime.facts import make_fact
-from treadle_runtime.idempotency import answered_once
+from treadle_runtime.idempotency import RequestRecords, answered_once
 from treadle_runtime.server import Runtime, Service, Wiring, run
 
 log = structlog.get_logger()
@@ -95,8 +95,8 @@ class Probe(placement_pb2_grpc.PlacementServiceServicer):
 class ProbeStream(migrator_pb2_grpc.MigratorServiceServicer):
     """WatchMigration: endless, 3, refuse. CancelMigration: answers a repeat from the record."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.records = runtime.records
+    def __init__(self, records: RequestRecords) -> None:
+        self.records = records
         self.closed = 0
         self.calls = 0
 
@@ -131,7 +131,8 @@ async def wire(runtime: Runtime) -> Wiring:
     """Both servicers, one core error."""
     settings = runtime.settings
     assert isinstance(settings, ProbeSettings)
-    probe, stream = Probe(settings, runtime), ProbeStream(runtime)  # type: ignore[abstract]
+    probe = Probe(settings, runtime)
+    stream = ProbeStream(await runtime.open_records())  # type: ignore[abstract]
 
     if settings.broken == "start":
         raise errors.StartError("the loom is missing: install a loom")

@@ -27,6 +27,7 @@ class GatewaySettings(Settings):
     requests use. served_model: how /v1/models names the model; empty: as the engines do."""
 
     service: ClassVar[str] = "gateway"
+    uses_nats: ClassVar[bool] = False
 
     listen: str = "127.0.0.1:7408"
     http_listen: Address = "127.0.0.1:7409"

@@ -33,7 +33,8 @@ async def wire(runtime: Runtime) -> Wiring:
         Mover(store, runtime.channel, runtime.follow(settings.scheduler, "scheduler"), announce),
     )
     await runner.recover()
-    servicer = MigratorServicer(store, runner, runtime.records, give_up_s=settings.give_up_s)
+    records = await runtime.open_records()
+    servicer = MigratorServicer(store, runner, records, give_up_s=settings.give_up_s)
     return Wiring(
         services={
             "treadle.migrator.v1.MigratorService": partial(

@@ -20,6 +20,7 @@ class PlacementSettings(Settings):
     a decode curve."""
 
     service: ClassVar[str] = "placement"
+    uses_nats: ClassVar[bool] = False
 
     listen: str = "127.0.0.1:7403"
     cost_model: CostModelName = "critical_path"  # used where the request names none

@@ -93,7 +93,7 @@ async def wire(runtime: Runtime) -> Wiring:
     await runtime.bus.subscribe(["trajectory_closed"], receive, durable=DURABLE)
     meters = Meters(runtime.metrics, rollouts, room)
     servicer = RolloutServicer(
-        rollouts, runtime.records, meters, max_message_bytes=settings.max_message_bytes
+        rollouts, await runtime.open_records(), meters, max_message_bytes=settings.max_message_bytes
     )
 
     async def sweep() -> None:

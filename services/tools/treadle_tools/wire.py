@@ -150,9 +150,10 @@ async def wire(runtime: Runtime) -> Wiring:
     tasks = [run, scheduler.run, sessions.expire, sessions.recall, reused.expire]
     if declared.gpus is not None:
         tasks.append(functools.partial(residents.watch, declared.gpus.watch_s))
-    await runtime.records.bound(RECORDS_BYTES)
-    tools_servicer = ToolsServicer(gateway, runtime.records, background)
-    rewards_servicer = RewardsServicer(registry, rewards, runtime.records)
+    records = await runtime.open_records()
+    await records.bound(RECORDS_BYTES)
+    tools_servicer = ToolsServicer(gateway, records, background)
+    rewards_servicer = RewardsServicer(registry, rewards, records)
     return Wiring(
         services={
             SERVICE: functools.partial(
