@@ -2,9 +2,9 @@
 often as it is run.
 
 Any other authority does as well (cert-manager, Vault): what Treadle needs of a certificate stands
-in docs/security.md. In NATS a service is a user, by the DNS name in its certificate: it publishes
-the facts of its own kinds, keeps its own buckets, and reads answers under its own inbox; nothing
-else (`nats_config`).
+in docs/security.md. In NATS a service has an account, by the DNS name in its certificate: there it
+keeps its state, and from there it publishes the facts of its own kinds and reads facts
+(`nats_config`). Services that do neither have no access, nor have callers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from rich.console import Console
 from treadle.certificates import AUTHORITY, CERTIFICATE, FOLDER_VARIABLE, KEY, NATS_NAME
-from treadle_runtime.facts import STREAM, SUBJECT_ROOT
+from treadle_runtime.facts import API_OF_ACCOUNT, MAKER, STORED_ROOT, STREAM, SUBJECT_ROOT
 from treadle_runtime.identity import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli import exits
@@ -241,104 +241,72 @@ PUBLISHES = {
     "rollout": ("group-settled",),
 }
 HEARS_FACTS = frozenset({"scheduler", "predictor", "tools", "rollout", "console"})
-BUCKETS = {
-    "scheduler": ("treadle_trajectories",),
-    "predictor": ("TREADLE_PREDICTOR_HISTORY",),
-    "placement": (),
-    "migrator": ("treadle-migrations",),
-    "tools": ("treadle-tools-gpus", "treadle-tools-rewards"),
-    "rollout": ("treadle-rollout-log", "treadle-rollout-payload", "treadle-rollout-history"),
-    "gateway": (),
-    "console": (),
-    "sidecar": (),  # one for each engine: all but those of `_of_others`
-}
+KEEPS_STATE = frozenset({"scheduler", "predictor", "migrator", "tools", "rollout", "sidecar"})
+FACTS_ACCOUNT = "facts"
+# NATS knows that an answer has ended only where it is one message; the reply address of others it
+# forgets after so long.
+ANSWERS_END_AFTER = "5s"
+ROUTES_OF_CLUSTER = "verify_cert_and_check_known_urls: true"
 
 
 def nats_config(certificate: Path, *, in_pod: bool = False) -> str:
     """Return the configuration of a server that speaks TLS alone, from the first byte on.
     certificate: the folder of its own. in_pod: with what one in Kubernetes needs too, where several
-    may be a cluster."""
+    may be a cluster, whose servers know each other by the names of their routes."""
     files = {"cert_file": CERTIFICATE, "key_file": KEY, "ca_file": AUTHORITY}
     lines = [f"  {name}: {json.dumps(str(certificate / file))}" for name, file in files.items()]
-    users = [f"  {json.dumps(user)}" for user in _users()]
+    accounts = [f"  {name}: {json.dumps(account)}" for name, account in _accounts().items()]
     tls = ["tls {", *lines, "  verify_and_map: true", "  handshake_first: true", "}"]
     pod = (
-        ['http: "127.0.0.1:8222"', "cluster { tls {", *lines, "  verify: true", "} }"]
+        ['http: "127.0.0.1:8222"', "cluster { tls {", *lines, f"  {ROUTES_OF_CLUSTER}", "} }"]
         if in_pod
         else []
     )
-    return "\n".join([*tls, *pod, "authorization {", "users: [", *users, "]", "}", ""])
+    return "\n".join([*tls, *pod, "accounts {", *accounts, "}", ""])
 
 
-def _users() -> Iterator[dict[str, object]]:
-    for service in BUCKETS:
-        publish: dict[str, list[str]] = {"allow": [*_facts(service), *_own_buckets(service)]}
-        if service == "sidecar":
-            publish = {
-                "allow": [*_facts(service), "$KV.>", "$JS.API.>", "$JS.ACK.>"],
-                "deny": _of_others(service),
-            }
-        subscribe = [
-            f"_INBOX.treadle-{service}.>",
-            *(["treadle.deliver.>"] if service in HEARS_FACTS else []),
-        ]
-        yield {
-            "user": f"{service}.treadle",
-            "permissions": {"publish": publish, "subscribe": {"allow": subscribe}},
-        }
-    looks = {"publish": {"deny": [">"]}, "subscribe": {"allow": [f"{SUBJECT_ROOT}.>"]}}
-    yield {"user": RESOURCES_NAME, "permissions": looks}  # an operator
+def _accounts() -> dict[str, dict[str, object]]:
+    """Return the accounts of NATS: one for each service, and one that holds the stream of facts.
 
-
-def _facts(service: str) -> list[str]:
-    """Return the subjects by which a service writes and reads facts, and makes their stream:
-    whichever starts first makes it."""
-    asks = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("CREATE", "UPDATE", "INFO")]
-    verbs = (
-        ("CREATE", "DURABLE.CREATE", "INFO", "RESET", "DELETE") if service in HEARS_FACTS else ()
-    )
-    hears = [
-        *(f"$JS.API.CONSUMER.{verb}.{STREAM}.>" for verb in verbs),
-        *([f"$JS.ACK.{STREAM}.>"] if verbs else ()),
+    JetStream does for a caller what the caller's account may do, whatever the caller itself may: it
+    copies any stream of the account into a new one, and sends what it stores or answers to any
+    subject there. So no permission within an account protects one service from another.
+    """
+    accounts: dict[str, dict[str, object]] = {FACTS_ACCOUNT: {"jetstream": "enabled"}}
+    callers: dict[str, list[str]] = {}
+    for service in sorted(HEARS_FACTS | KEEPS_STATE | PUBLISHES.keys()):
+        imports: list[dict[str, object]] = []
+        for subject, to in _calls(service):
+            callers.setdefault(subject, []).append(service)
+            imports.append({"service": _of_facts(subject), "to": to})
+        if service in HEARS_FACTS:
+            imports.append({"stream": _of_facts(f"{STORED_ROOT}.>")})
+        accounts[service] = {"users": [{"user": f"{service}.treadle"}], "imports": imports}
+        if service in KEEPS_STATE:
+            accounts[service]["jetstream"] = "enabled"
+    several = {"response_type": "Stream", "response_threshold": ANSWERS_END_AFTER}
+    accounts[FACTS_ACCOUNT]["exports"] = [
+        {"stream": f"{STORED_ROOT}.>", "accounts": sorted(HEARS_FACTS)},
+        *(
+            {"service": subject, "accounts": services}
+            | (several if ".DIRECT.GET." in subject else {})
+            for subject, services in callers.items()
+        ),
     ]
-    return [*(f"{SUBJECT_ROOT}.{kind}.>" for kind in PUBLISHES.get(service, ())), *asks, *hears]
+    return accounts
 
 
-def _own_buckets(service: str) -> list[str]:
-    buckets = (*BUCKETS[service], f"treadle_requests_{service}")
-    return [subject for bucket in buckets for subject in _bucket(bucket)]
+def _of_facts(subject: str) -> dict[str, str]:
+    return {"account": FACTS_ACCOUNT, "subject": subject}
 
 
-def _of_others(service: str) -> list[str]:
-    others = [subject for other in BUCKETS if other != service for subject in _own_buckets(other)]
-    facts = [
-        f"{SUBJECT_ROOT}.{kind}.>"
-        for other, kinds in PUBLISHES.items()
-        if other != service
-        for kind in kinds
-    ]
-    keeps = [f"$JS.API.STREAM.{verb}.{STREAM}" for verb in ("DELETE", "PURGE")]
-    return [
-        *others,
-        *facts,
-        *keeps,
-        f"$JS.API.STREAM.MSG.DELETE.{STREAM}",
-        f"$JS.API.CONSUMER.*.{STREAM}.>",
-    ]
-
-
-def _bucket(bucket: str) -> list[str]:
-    """Return the subjects of all that its owner does with a bucket, which is a stream."""
-    stream = f"KV_{bucket}"
-    return [
-        f"$KV.{bucket}.>",
-        f"$JS.API.STREAM.*.{stream}",
-        f"$JS.API.STREAM.MSG.*.{stream}",
-        f"$JS.API.CONSUMER.*.{stream}",
-        f"$JS.API.CONSUMER.*.{stream}.>",
-        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.>",
-        f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.>",
-        f"$JS.API.DIRECT.GET.{stream}",
-        f"$JS.API.DIRECT.GET.{stream}.>",
-        f"$JS.ACK.{stream}.>",
-    ]
+def _calls(service: str) -> Iterator[tuple[str, str]]:
+    """Yield what a service may send to the account of the facts: the subject there, and in its own
+    account."""
+    for kind in PUBLISHES.get(service, ()):
+        yield f"{SUBJECT_ROOT}.{kind}.>", f"{SUBJECT_ROOT}.{kind}.>"
+    verbs = ["STREAM.INFO"]
+    verbs += ["STREAM.CREATE", "STREAM.UPDATE"] if service == MAKER else []
+    verbs += ["DIRECT.GET"] if service in HEARS_FACTS else []
+    for verb in verbs:
+        yield f"$JS.API.{verb}.{STREAM}", f"{API_OF_ACCOUNT}.{verb}.{STREAM}"

@@ -4,7 +4,7 @@ connection to NATS."""
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,14 @@ import grpc.aio
 import pytest
 from cryptography import x509
 from nats import errors as nats_errors
-from support.conditions import until_said
+from nats.aio.client import Client
+from support.conditions import until, until_said
 from support.nats_server import NatsServer
-from treadle.certificates import Certificates, open_channel
+from support.processes import free_port
+from treadle.certificates import NATS_NAME, Certificates, open_channel
+from treadle.telemetry.v1.facts_pb2 import Fact, TrajectoryClosed
 from treadle_cli.certs import Authority, Identity, identities, make_certificates, nats_config
-from treadle_runtime.bus import open_bus
+from treadle_runtime.bus import Bus, bus_name, open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.identity import server_credentials
 
@@ -196,45 +199,46 @@ async def test_the_bus_comes_back_to_a_nats_server_of_another_authority(
         assert await until_said(read, lambda said: said is not None) == b"before"
 
 
-async def test_a_service_reaches_its_own_buckets_and_facts_alone(
+async def test_services_of_a_secure_mesh_hear_each_other_s_facts(
     nats: NatsServer, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "certificates"
-    async with (
-        open_bus(
-            nats.url, "treadle-scheduler", certificates=Certificates(folder / "scheduler")
-        ) as scheduler,
-        open_bus(
-            nats.url, "treadle-sidecar", certificates=Certificates(folder / "sidecar")
-        ) as sidecar,
-        open_bus(
-            nats.url, "treadle-rollout", certificates=Certificates(folder / "rollout")
-        ) as rollout,
-    ):
-        store = await scheduler.key_value("treadle_trajectories")
-        await store.put("t", b"state")
-        for other in (sidecar, rollout):
-            for subject in (
-                "$KV.treadle_trajectories.t",
-                "$JS.API.STREAM.DELETE.KV_treadle_trajectories",
-                "$JS.API.STREAM.PURGE.TREADLE_FACTS",
-                "treadle.facts.trajectory-closed.t",
-                "$JS.API.DIRECT.GET.KV_treadle_trajectories.$KV.treadle_trajectories.t",
-            ):
-                with pytest.raises(nats_errors.TimeoutError):
-                    await other._client.request(subject, b"{}", timeout=0.3)
-        assert (await store.get("t")).value == b"state"
-        heard: list[str] = []
+    """Each has an account of its own. Rollout starts before the scheduler, waits until that has made
+    the stream, and goes on where it was when it starts again."""
+    folder, heard, listens = tmp_path / "certificates", list[str](), asyncio.Event()
 
-        async def hear(message: Any) -> None:
-            heard.append(message.subject)
+    def connect(service: str, timeout_s: float = TIMEOUT_S) -> AbstractAsyncContextManager[Bus]:
+        own = Certificates(folder / service)
+        return open_bus(nats.url, bus_name(service), timeout_s=timeout_s, certificates=own)
 
-        for subject in ("_INBOX.treadle-scheduler.>", "treadle.deliver.>", "$KV.>"):
-            await rollout._client.subscribe(subject, cb=hear)
-        await store.put("t", b"again")
-        await store.get("t")
-        await rollout._client.flush()
-        assert heard == []
+    async def hear(fact: Fact) -> None:
+        heard.append(fact.fact_id)
+
+    async def close_trajectory(bus: Bus, name: str) -> None:
+        await bus.publish(
+            Fact(fact_id=name, trajectory_closed=TrajectoryClosed(trajectory_id=name))
+        )
+        await bus.flush()
+
+    async def listen(until_heard: int) -> None:
+        async with connect("rollout") as rollout:
+            await rollout.subscribe(["trajectory_closed"], hear, durable="rollout")
+            listens.set()
+            await until(lambda: len(heard) == until_heard)
+
+    with pytest.raises(StartError, match="the scheduler has not made the stream of facts"):
+        async with connect("rollout", timeout_s=1.0):
+            pass
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(listen(1))
+        async with connect("scheduler") as scheduler:
+            await listens.wait()
+            await close_trajectory(scheduler, "1")
+            await first
+            await close_trajectory(scheduler, "2")
+            second = group.create_task(listen(3))
+            await close_trajectory(scheduler, "3")
+            await second
+    assert heard == ["1", "2", "3"]
 
 
 def refused(tmp_path: Path) -> tuple[Certificates, Certificates]:
@@ -272,3 +276,55 @@ async def test_services_that_nats_refuses_all_give_up(nats: NatsServer, tmp_path
     async with asyncio.timeout(60.0), asyncio.TaskGroup() as group:
         for number in range(96):
             group.create_task(give_up(both[number % 2]))
+
+
+@pytest.mark.parametrize("joins", ["nats", "scheduler", "sidecar", "gateway-default"])
+async def test_only_the_certificate_of_a_nats_server_joins_a_cluster(
+    joins: str, tmp_path: Path
+) -> None:
+    """The server of a pod, and another one, whose account of facts is open. A server of the cluster
+    sees all accounts."""
+    certificates = make_certificates(tmp_path / "certificates")
+    name = Identity("", (NATS_NAME, "localhost"))  # as in the routes here
+    Authority.at(certificates).issue(certificates / "nats", name, timedelta(days=1))
+    route, own = free_port(), free_port()
+    in_pod = nats_config(certificates / "nats", in_pod=True).replace("8222", "-1")
+    cluster = ("--cluster_name", "c", "--routes", f"nats://localhost:{route}", "--cluster")
+    mine = (*cluster, f"nats://127.0.0.1:{route}", "--name", "a")
+    server = NatsServer(tmp_path / "a", more=in_pod, arguments=mine)
+    files = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    tls = "\n".join(f'{what}_file: "{certificates / joins / file}"' for what, file in files.items())
+    foreign = f"cluster {{ tls {{ {tls} }} }}\naccounts {{ facts {{ users: [{{user: u, password: p}}] }} }}"
+    other = NatsServer(
+        tmp_path / "b", more=foreign, arguments=(*cluster, f"nats://127.0.0.1:{own}", "--name", "b")
+    )
+    heard: list[str] = []
+
+    async def hear(message: Any) -> None:
+        heard.append(message.subject)
+
+    server.start()
+    other.start()
+    context = Certificates(certificates / "scheduler").context()
+    secure: dict[str, Any] = {
+        "tls": context,
+        "tls_hostname": NATS_NAME,
+        "tls_handshake_first": True,
+    }
+    try:
+        client, scheduler = Client(), Client()
+        await client.connect(other.url, user="u", password="p")
+        await scheduler.connect(server.url, **secure)
+        await client.subscribe("treadle.facts.>", cb=hear)
+
+        async def has_joined_or_not() -> bool:
+            await scheduler.publish("treadle.facts.plan-made.p", b"")
+            return bool(heard) or "authentication error" in (tmp_path / "a" / "log").read_text()
+
+        await until_said(has_joined_or_not, lambda said: said)
+        await client.close()
+        await scheduler.close()
+    finally:
+        server.kill()
+        other.kill()
+    assert bool(heard) == (joins == "nats")

@@ -2,7 +2,8 @@
 tenant's names."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,15 +19,15 @@ from google.protobuf.message_factory import GetMessageClass
 from support.conditions import until, until_said
 from support.fake_sglang import expected
 from support.rpc import error_of, refused
-from support.secure_mesh import SERVICES, SecureMesh, call, rpcs, secure_mesh
+from support.secure_mesh import SERVICES, TENANTS, SecureMesh, call, every_rpc, rpcs, secure_mesh
 from treadle.certificates import Certificates, open_channel
 from treadle.common.v1 import access_pb2, tokens_pb2
 from treadle.engine.v1 import engine_pb2, engine_pb2_grpc
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle.tools.v1 import tools_pb2, tools_pb2_grpc
-from treadle_cli.certs import Authority, Identity, make_certificates
-from treadle_runtime.identity import KINDS, may_call
+from treadle_cli.certs import Authority, Identity, identities, make_certificates
+from treadle_runtime.identity import KINDS, caller_in, may_call
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 DENIED, UNKNOWN, AWAY = (
@@ -34,9 +35,14 @@ DENIED, UNKNOWN, AWAY = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.UNAVAILABLE,
 )
+# Each identity that `treadle certs` makes, and the kind of caller that its holder is; "" is nobody.
 IDENTITIES = {
-    kind: f"{kind}-acme" if kind in ("client", "trainer") else kind for kind in sorted(KINDS)
+    name: caller.kind if (caller := caller_in(made.uri)) else ""
+    for name, made in sorted(identities(TENANTS).items())
 }
+OF_TENANT = {"client": "client-acme", "trainer": "trainer-acme"}
+REFUSALS = {"NO_IDENTITY", "CALLER_NOT_ALLOWED"}
+Channels = Callable[[str, str], grpc.aio.Channel]
 PROMPT = list(range(10, 40))
 TIMEOUT_S, WAIT_S = 10.0, 60.0
 ALL = scheduler_pb2.ListTrajectoriesRequest(page_size=1000)
@@ -46,6 +52,21 @@ ALL = scheduler_pb2.ListTrajectoriesRequest(page_size=1000)
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SecureMesh]:
     async with secure_mesh(tmp_path_factory.mktemp("secure")) as mesh:
         yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channels(mesh: SecureMesh) -> AsyncIterator[Channels]:
+    """A channel of an identity to a service, which tests share."""
+    async with AsyncExitStack() as stack:
+        opened: dict[tuple[str, str], grpc.aio.Channel] = {}
+
+        def channel(identity: str, service: str) -> grpc.aio.Channel:
+            if (identity, service) not in opened:
+                opened[identity, service] = mesh.channel(identity, service)
+                stack.push_async_callback(opened[identity, service].close)
+            return opened[identity, service]
+
+        yield channel
 
 
 def path_of(rpc: MethodDescriptor) -> str:
@@ -73,20 +94,29 @@ def with_name(kind: Descriptor, path: tuple[FieldDescriptor, ...], name: str) ->
 
 
 @pytest.mark.parametrize("rpc", rpcs(), ids=path_of)
-async def test_an_rpc_admits_the_kinds_of_callers_that_its_rule_names(
-    mesh: SecureMesh, rpc: MethodDescriptor
+async def test_an_rpc_admits_the_identities_that_its_rule_names(
+    channels: Channels, rpc: MethodDescriptor
 ) -> None:
+    """Of all identities; of a sidecar as that of another engine than the one that is called."""
     allowed = may_call(path_of(rpc))
     assert allowed, "a new RPC needs the option `access`"
-    for kind, identity in IDENTITIES.items():
-        async with mesh.channel(identity, SERVICES[rpc.containing_service.full_name]) as channel:
-            try:
-                await call(channel, rpc, GetMessageClass(rpc.input_type)())
-                reason = ""
-            except grpc.aio.AioRpcError as error:
-                code, reason, *_ = error_of(error)
-                assert (code is DENIED) == (kind not in allowed), (kind, code, reason)
-            assert (reason == "CALLER_NOT_ALLOWED") == (kind not in allowed), (kind, reason)
+    for identity, kind in IDENTITIES.items():
+        channel = channels(identity, SERVICES[rpc.containing_service.full_name])
+        try:
+            await call(channel, rpc, GetMessageClass(rpc.input_type)())
+            reason = ""
+        except grpc.aio.AioRpcError as error:
+            code, reason, *_ = error_of(error)
+            assert (code is DENIED) == (bool(kind) and kind not in allowed), (identity, code)
+        refusal = "NO_IDENTITY" if not kind else "" if kind in allowed else "CALLER_NOT_ALLOWED"
+        assert (reason if reason in REFUSALS else "") == refusal, (identity, reason)
+
+
+async def test_every_kind_of_caller_has_an_identity_and_every_rpc_a_rule() -> None:
+    """Also the RPCs of a process that is no service, `treadle up`."""
+    assert set(IDENTITIES.values()) - {""} == KINDS
+    assert all(may_call(path_of(rpc)) <= KINDS for rpc in every_rpc())
+    assert not [path_of(rpc) for rpc in every_rpc() if not may_call(path_of(rpc))]
 
 
 @pytest.mark.parametrize("rpc", rpcs(), ids=path_of)
@@ -96,7 +126,7 @@ async def test_a_name_of_another_tenant_is_refused_in_every_field(
     kinds = may_call(path_of(rpc)) & {"client", "trainer"}
     for kind in kinds:
         async with mesh.channel(
-            IDENTITIES[kind], SERVICES[rpc.containing_service.full_name]
+            OF_TENANT[kind], SERVICES[rpc.containing_service.full_name]
         ) as channel:
             for path in owned_paths(rpc.input_type):
                 with refused("OF_ANOTHER_TENANT", DENIED, says=path[-1].name):

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from support.processes import free_port
@@ -29,10 +30,17 @@ def nats_server_binary() -> str:
 
 class NatsServer:
     """`start` may be called again after `kill`: the same port, the same store, which may hold
-    `max_file_store` bytes. more: lines of its configuration file."""
+    `max_file_store` bytes. more: lines of its configuration file. arguments: of its command."""
 
-    def __init__(self, folder: Path, max_file_store: int = MAX_FILE_STORE, more: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_file_store: int = MAX_FILE_STORE,
+        more: str = "",
+        arguments: Sequence[str] = (),
+    ) -> None:
         self._folder = folder
+        self._arguments = arguments
         self._max_file_store = max_file_store
         self._more = more
         self._port = free_port()
@@ -63,6 +71,7 @@ class NatsServer:
             "127.0.0.1",
             "-p",
             str(self._port),
+            *self._arguments,
         ]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -45,15 +45,18 @@ ENGINES = ("e0", "e1")
 
 def rpcs() -> list[MethodDescriptor]:
     """All of the protos, but those of a process that is no service (`resources`)."""
+    return [rpc for rpc in every_rpc() if rpc.containing_service.name != "ResourceService"]
+
+
+def every_rpc() -> list[MethodDescriptor]:
+    """All of the protos."""
     folder = Path(treadle.__file__).parents[1]
     stubs = sorted(
         path.relative_to(folder).with_suffix("") for path in folder.rglob("treadle/**/*_pb2.py")
     )
     files = [import_module(".".join(stub.parts)).DESCRIPTOR for stub in stubs]
     services = [service for file in files for service in file.services_by_name.values()]
-    return [
-        rpc for service in services if service.name != "ResourceService" for rpc in service.methods
-    ]
+    return [rpc for service in services for rpc in service.methods]
 
 
 @dataclass

@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from treadle.certificates import CERTIFICATE, FOLDER_VARIABLE, Certificates, open_channel
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
+from treadle_runtime.probe import NATS, NOT_SERVING, SERVING
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
 from treadle_cli.exits import UsageProblem
@@ -35,6 +36,10 @@ SOON_DAYS = 14.0  # a certificate that ends within these is due
 LATE_S = 15.0  # how old a load may be: leases of 10 s are renewed at a third of them
 EARLY_S = 2.0  # how far a clock may be ahead of this machine's
 START = "Start one with treadle up or treadle attach URL, or give the address that they print."
+RESTART_NATS = (
+    "Is nats-server up? One whose disk was full keeps JetStream off, also once there is space: "
+    "free some, then restart nats-server."
+)
 IDENTIFY = f"Set {FOLDER_VARIABLE} to the folder of an operator's certificate of that mesh."
 MISSING = {  # what a mesh does without a service
     "tools": "clients run their tools themselves",
@@ -48,32 +53,37 @@ MISSING = {  # what a mesh does without a service
 async def check_mesh(addresses: str) -> list[Finding]:
     """Return the findings of the mesh whose scheduler is at `addresses` (host:port, with commas
     between several)."""
-    found = partial(Finding, f"mesh at {addresses}")
+    subject = f"mesh at {addresses}"
+    found = partial(Finding, subject)
     try:
         certificates = own_certificates()
     except UsageProblem as problem:
         return [found("certificate", PROBLEM, str(problem), IDENTIFY)]
+    # A scheduler whose NATS does not answer refuses all calls but that of its health.
+    nats = await _nats(subject, _schedulers(addresses), certificates)
     try:
         async with reach_scheduler(addresses) as stub:
             return [found("scheduler", OK, "serves"), *await _look(stub, addresses, certificates)]
     except UsageProblem as problem:
         return [
+            *nats,
             found(
                 "scheduler",
                 PROBLEM,
                 str(problem),
                 START if certificates is None else f"{START} {IDENTIFY}",
-            )
+            ),
         ]
     except TreadleError as error:
         refused = error.code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
         return [
+            *nats,
             found(
                 "scheduler",
                 PROBLEM,
                 str(error),
                 IDENTIFY if refused else "Look at the scheduler's log.",
-            )
+            ),
         ]
 
 
@@ -84,7 +94,7 @@ async def _look(
     engines = list((await stub.ListEngines(pb.ListEnginesRequest(), timeout=ASK_S)).engines)
     weights = (await stub.GetWeights(pb.GetWeightsRequest(), timeout=ASK_S)).weights
     services = {name: str(getattr(directory, f"{name}_address")) for name in MISSING}
-    servers = [("scheduler", each.strip()) for each in addresses.split(",")]
+    servers = _schedulers(addresses)
     servers += [(name, address) for name, address in services.items() if address]
     servers += [("sidecar", str(engine.info.address)) for engine in engines]
     healths = await asyncio.gather(
@@ -95,6 +105,7 @@ async def _look(
     dated = [] if certificates is None else await _certificates(subject, servers, certificates)
     return [
         *_services(subject, servers, healths, services),
+        *await _nats(subject, servers, certificates),
         *own,
         *dated,
         *_clocks(subject, engines, time.time()),
@@ -102,12 +113,37 @@ async def _look(
     ]
 
 
-async def _health(service: str, address: str, certificates: Certificates | None) -> str:
-    """Return SERVING, another status, or why there is none."""
+def _schedulers(addresses: str) -> list[tuple[str, str]]:
+    return [("scheduler", each.strip()) for each in addresses.split(",")]
+
+
+async def _nats(
+    subject: str, servers: Sequence[tuple[str, str]], certificates: Certificates | None
+) -> list[Finding]:
+    """Return one finding of whether NATS answers those servers that use it; none where no server
+    says so."""
+    ask = [_health(name, address, certificates, NATS) for name, address in servers]
+    healths = dict(zip(servers, await asyncio.gather(*ask), strict=True))
+    away = [
+        f"{name} ({address})" for (name, address), said in healths.items() if said == NOT_SERVING
+    ]
+    if away:
+        says = f"NATS or its JetStream does not answer {', '.join(away)}"
+        return [Finding(subject, "NATS", PROBLEM, says, RESTART_NATS)]
+    if SERVING in healths.values():
+        return [Finding(subject, "NATS", OK, "its JetStream answers")]
+    return []
+
+
+async def _health(
+    service: str, address: str, certificates: Certificates | None, of: str = ""
+) -> str:
+    """Return SERVING, another status, or why there is none. of: a name under which a server reports
+    health; empty: the server itself."""
     async with open_channel(address, service, certificates) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=ASK_S)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=of), timeout=ASK_S)
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {error.details()}"
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
