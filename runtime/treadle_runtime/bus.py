@@ -54,13 +54,14 @@ OUTBOX_CAPACITY = (
 MOST_UNACKNOWLEDGED = (
     256  # facts sent together; about 100 KB, and far more than come in a round trip
 )
+LONGEST_SUBJECT = 2048  # NATS closes the connection of a client whose lines have 4,096 characters
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 1.0
 RECONNECT_WAIT_S = 0.1  # NATS is back within a second of a restart
 CONNECT_TIMEOUT_S = 2.0  # timeout of one attempt
 ANSWER_TIMEOUT_S = 2.0  # timeout of a JetStream request; a healthy server answers in under 1 ms
 ENSURE_INTERVAL_S = 10.0  # how often JetStream and the subscriptions are checked
 RETRY_ENSURE_S = 0.2  # JetStream answers a little later than the server accepts connections
-SILENT_S = 3.0  # JetStream that has not answered for so long needs somebody; see JETSTREAM_OFF
+SILENT_S = 10.0  # JetStream that has not answered for so long needs somebody; see SILENT
 CLOSE_TIMEOUT_S = 1.0  # how long to wait until a connection is closed
 
 # The header that names the subject to which Nats-Expected-Last-Subject-Sequence applies, where that
@@ -74,9 +75,10 @@ NO_ANSWERS = (
     nats.errors.TimeoutError,
     nats.js.errors.ServiceUnavailableError,
 )
-JETSTREAM_OFF = (
-    "JetStream does not answer. Was nats-server started with -js? Where its disk is full it turns "
-    "JetStream off: free space there, then restart nats-server"
+SILENT = (
+    "NATS is connected, and its JetStream does not answer or store. Was nats-server started with "
+    "-js? Where its disk was full a stream stores nothing more, also once there is space: free "
+    "some, then restart nats-server"
 )
 
 R = TypeVar("R")
@@ -96,8 +98,27 @@ if sys.version_info < (3, 12):
 
 
 class _JetStream(JetStreamContext):
-    """JetStream whose `publish_async` reports a refusal: in nats-py the answer raises in a
-    callback, and the message waits for its acknowledgement for ever."""
+    """JetStream that notes of each message whether it was stored. Its `publish_async` reports a
+    refusal: in nats-py the answer raises in a callback, and the message waits for its
+    acknowledgement for ever.
+
+    note: called with what was asked, and with the error of a request without an answer.
+    """
+
+    def __init__(
+        self, client: Client, note: Callable[[str, Exception | None], None], **options: Any
+    ) -> None:
+        super().__init__(client, timeout=ANSWER_TIMEOUT_S, **options)
+        self._note = note
+
+    async def publish(self, subject: str, *arguments: Any, **options: Any) -> PubAck:
+        try:
+            acknowledgement = await super().publish(subject, *arguments, **options)
+        except nats.errors.TimeoutError as error:
+            self._note(_stream_of(subject), error)
+            raise
+        self._note(_stream_of(subject), None)
+        return acknowledgement
 
     async def _handle_async_reply(self, msg: Msg) -> None:
         try:
@@ -142,7 +163,7 @@ class Bus:
         self._client = Client()
         self._certificates = certificates
         self._tls = None if certificates is None else certificates.context()
-        self._js = _JetStream(self._client, timeout=ANSWER_TIMEOUT_S)
+        self._js = _JetStream(self._client, self._note_answer)
         # With certificates the stream of facts is in an account of its own, which lets one service
         # make it (`nats_config` of the command line).
         shared = certificates is None
@@ -150,7 +171,7 @@ class Bus:
         self._facts_js = (
             self._js
             if shared
-            else _JetStream(self._client, prefix=API_OF_ACCOUNT, timeout=ANSWER_TIMEOUT_S)
+            else _JetStream(self._client, self._note_answer, prefix=API_OF_ACCOUNT)
         )
         self._tracer = tracer
         self._traces = not isinstance(tracer, trace.NoOpTracer)
@@ -158,8 +179,9 @@ class Bus:
         self._unacknowledged = 0  # facts accepted and not yet in the stream
         self._subscriptions: list[FactSubscription] = []
         self._connected = asyncio.Event()
-        self._jetstream_answers = True  # false once it has not for SILENT_S
-        self._silent_since_s: float | None = None
+        # When JetStream first and last did not answer or store, by what was asked.
+        self._unanswered_s: dict[str, tuple[float, float]] = {}
+        self._is_silent = False  # for SILENT_S, as far as is known
         self.changed = asyncio.Event()  # set when `connected` may have changed
         # runs the handlers of facts; set before the bus is handed out
         self._handlers: asyncio.TaskGroup
@@ -182,10 +204,13 @@ class Bus:
             raise ValueError(
                 f"fact of {len(payload)} bytes; NATS takes {self._client.max_payload} at most"
             )
+        subject = subject_of(fact)
+        if len(subject) > LONGEST_SUBJECT:
+            raise ValueError(f"fact with a subject of {len(subject)} characters: {subject[:64]}...")
         headers = {"Nats-Msg-Id": fact.fact_id}
         if self._traces:
             propagate.inject(headers)
-        await self._outbox.put((subject_of(fact), payload, headers))
+        await self._outbox.put((subject, payload, headers))
         self._unacknowledged += 1
 
     async def subscribe(
@@ -301,8 +326,9 @@ class Bus:
 
     @property
     def connected(self) -> bool:
-        """Return whether there is a connection to NATS now, and its JetStream answers."""
-        return self._connected.is_set() and self._jetstream_answers
+        """Return whether there is a connection to NATS now, and its JetStream answers and
+        stores."""
+        return self._connected.is_set() and not self._is_silent
 
     @property
     def max_payload_bytes(self) -> int:
@@ -364,7 +390,7 @@ class Bus:
                 )
                 what = f"TREADLE_FACTS_BYTES={self._facts_bytes or DEFAULT_FACTS_BYTES}"
                 await reserve(what, self._replicas, self._make_stream)
-                self._note_jetstream(None)
+                self._note_answer(STREAM, None)
                 self._connected.set()
         except TimeoutError:
             silent = (
@@ -389,7 +415,7 @@ class Bus:
             except nats.js.errors.NotFoundError:
                 self._last_error = RuntimeError(f"the {MAKER} has not made the stream of facts")
             except NO_ANSWERS as error:
-                self._note_jetstream(error)
+                self._last_error = RuntimeError(f"{SILENT}: {error!r}")
             await asyncio.sleep(RETRY_ENSURE_S)
 
     async def _add_stream(self) -> None:
@@ -463,7 +489,12 @@ class Bus:
                     self._ack_timeouts.discard(timeout)
                     for future in waiting:
                         future.cancel()
-        return [_outcome(result) for result in results]
+        outcomes = [_outcome(result) for result in results]
+        answered = any(isinstance(each, PubAck | nats.js.errors.APIError) for each in outcomes)
+        lost = [each for each in outcomes if isinstance(each, TimeoutError)]
+        if answered or lost:
+            self._note_answer(_stream_of(messages[0][0]), None if answered else lost[0])
+        return outcomes
 
     async def _run_handlers(self, begun: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as self._handlers:
@@ -484,31 +515,32 @@ class Bus:
                 await self._make_stream()
                 self._look.set()
             except nats.errors.Error as error:
-                if self._connected.is_set() and isinstance(error, NO_ANSWERS):
-                    self._note_jetstream(error)
+                if isinstance(error, NO_ANSWERS):
+                    self._note_answer(STREAM, error)
                 self._look.set()
                 await asyncio.sleep(RETRY_ENSURE_S)
             else:
-                self._note_jetstream(None)
+                self._note_answer(STREAM, None)
                 reconnected, self._reconnected = self._reconnected, False
                 for subscription in self._subscriptions:
                     subscription.ensure(created, reconnected=reconnected)
 
-    def _note_jetstream(self, error: Exception | None) -> None:
-        """Note whether JetStream answers, and log when that changes. error: why it does not."""
+    def _note_answer(self, asked: str, error: Exception | None) -> None:
+        """Note whether JetStream answers, and log where that changes. asked: a stream, or a subject
+        whose messages it stores. error: of a request without an answer."""
         now = time.monotonic()
-        answered = self._jetstream_answers
         if error is None:
-            self._silent_since_s, self._jetstream_answers = None, True
-            if not answered:
-                log.info("JetStream answers again")
-                self._reconnected = True
-        else:
-            self._last_error = RuntimeError(f"{JETSTREAM_OFF}: {error!r}")
-            self._silent_since_s = self._silent_since_s or now
-            self._jetstream_answers = now - self._silent_since_s < SILENT_S
-            if answered and not self._jetstream_answers:
-                log.error(JETSTREAM_OFF, error=repr(error))
+            self._unanswered_s.pop(asked, None)
+        elif self._connected.is_set():
+            self._unanswered_s[asked] = (self._unanswered_s.get(asked, (now, now))[0], now)
+        silent = [
+            name for name, (first, last) in self._unanswered_s.items() if last - first >= SILENT_S
+        ]
+        if silent and not self._is_silent:
+            log.error(SILENT, asked=silent, error=repr(error))
+        elif self._is_silent and not silent:
+            log.info("JetStream answers and stores again")
+        self._is_silent = bool(silent)
         self.changed.set()
 
     async def _on_error(self, error: Exception) -> None:
@@ -532,6 +564,8 @@ class Bus:
     async def _on_reconnect(self) -> None:
         log.info("NATS is back")
         self._last_error = None
+        self._unanswered_s.clear()  # of the server before
+        self._is_silent = False
         self._connected.set()
         self.changed.set()
         self._reconnected = True
@@ -591,6 +625,11 @@ async def run_beside(
                 task.cancel()
     if raised is not None:
         raise raised
+
+
+def _stream_of(subject: str) -> str:
+    """Return the part of a message's subject that tells its stream, e.g. $KV.treadle_positions."""
+    return ".".join(subject.split(".")[:2])
 
 
 def _outcome(result: asyncio.Future[PubAck] | Exception) -> PubAck | Exception:

@@ -3,17 +3,22 @@
 import asyncio
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import nats.js.errors
 import pytest
+from structlog.testing import capture_logs
 from support.conditions import until
 from support.nats_server import NatsServer
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
+from treadle_runtime import bus as bus_module
 from treadle_runtime.buckets import entries_of
-from treadle_runtime.bus import ANSWER_TIMEOUT_S, Bus, open_bus
+from treadle_runtime.bus import ANSWER_TIMEOUT_S, SILENT, Bus, open_bus
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import STREAM, make_fact
+
+SMALL_DISK = 4 * 1024 * 1024
 
 
 def lost(engine_id: str) -> Fact:
@@ -270,6 +275,8 @@ async def test_leaving_the_bus_sends_what_was_accepted(nats_url: str) -> None:
 async def test_a_fact_that_cannot_be_sent_is_refused_when_it_is_published(bus: Bus) -> None:
     with pytest.raises(ValueError, match="bytes"):
         await bus.publish(lost("x" * (bus.max_payload_bytes + 1)))
+    with pytest.raises(ValueError, match="subject"):
+        await bus.publish(lost("x" * 4096))
     with pytest.raises(ValueError, match="fact_id"):
         await bus.publish(Fact(engine_lost=EngineLost()))
     with pytest.raises(ValueError, match="no such kind"):
@@ -351,3 +358,61 @@ async def test_bounds_that_jetstream_cannot_reserve_are_start_errors_that_say_wh
                 await bus.key_value("b", max_bytes=9_999_999)
     finally:
         server.kill()
+
+
+async def test_a_full_disk_is_named_once_until_nats_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS answers requests, and stores nothing in a stream that met the full disk, also once there
+    is space. After its restart all facts arrive."""
+    monkeypatch.setattr(bus_module, "SILENT_S", 0.5)
+    monkeypatch.setattr(bus_module, "ANSWER_TIMEOUT_S", 0.3)
+    server, ear = NatsServer(tmp_path, store_bytes=SMALL_DISK), Ear()
+    server.start()
+    try:
+        with capture_logs() as logs:
+            async with open_bus(server.url, "test") as bus:
+                await bus.subscribe([], ear)
+                await bus.publish(lost("before"))
+                await until(lambda: ear.heard == ["before"])
+                fill = server.store / "fill"
+                with suppress(OSError), fill.open("wb", buffering=0) as file:
+                    while file.write(bytes(4096)):
+                        pass
+                facts = [str(number) for number in range(50)]
+                for each in facts:  # more than the block that the stream has begun may still hold
+                    fact = lost(each)
+                    fact.source = "x" * 4096
+                    await bus.publish(fact)
+                await until(lambda: not bus.connected)
+                fill.unlink()
+                server.kill()
+                server.start()
+                await bus.flush()
+                await until(lambda: set(ear.heard) >= set(facts))
+                assert bus.connected
+        named = [each for each in logs if each["event"] == SILENT]
+        assert [each["asked"] for each in named] == [["treadle.facts"]]
+    finally:
+        server.kill()
+
+
+async def test_a_server_that_dies_while_a_process_ends_raises_nothing(
+    nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process drains as the server stands still, dies, or has died. Each comes to its end in a
+    bounded time, and what it could not send is in its log."""
+    monkeypatch.setattr(bus_module, "CLOSE_TIMEOUT_S", 0.3)
+    for how in (signal.SIGSTOP, signal.SIGKILL, None):
+        with capture_logs() as logs:
+            async with asyncio.timeout(10), open_bus(nats_server.url, "test") as bus:
+                await bus.subscribe([], Ear(), durable="loom")
+                if how is None:
+                    nats_server.kill()
+                else:
+                    os.kill(nats_server.pid, how)
+                await bus.publish(lost("late"))
+                await bus.drain(0.2)
+        assert [each["facts"] for each in logs if each["log_level"] == "error"] == [1]
+        nats_server.kill()
+        nats_server.start()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.commands import output_of
 from support.fake_sglang import FakeSglang
+from support.nats_server import NatsServer
 from support.processes import StartService, free_port
 from support.scheduler import SchedulerClient, scheduler_client
 from support.secure_mesh import secure_mesh
@@ -31,7 +32,7 @@ def of(found: dict[str, Any], subject: str) -> dict[str, dict[str, str]]:
 
 
 async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
-    tmp_path: Path, start_service: StartService, engine: FakeSglang
+    tmp_path: Path, start_service: StartService, engine: FakeSglang, nats_server: NatsServer
 ) -> None:
     # nobody renews one of the engines
     settings = {"LISTEN": f"127.0.0.1:{free_port()}", "LEASE_TTL_S": "120"}
@@ -62,6 +63,7 @@ async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
         assert code == 0, found
         assert mesh["services"]["says"] == "2 of 2 processes serve"
         assert mesh["weights"]["says"] == "all serve 'default'"
+        assert mesh["NATS"]["level"] == OK
         await _register_one_that_nobody_serves(calls)
         await calls.call("DrainEngine", pb.DrainEngineRequest(request_id="d", engine_id="e0"))
         code, found = await doctor(tmp_path, "--scheduler", scheduler.address)
@@ -70,6 +72,9 @@ async def test_a_machine_a_server_and_a_mesh_are_looked_at_in_one_go(
         assert (
             code == 1 and of(found, f"mesh at {scheduler.address}")["sidecar"]["level"] == PROBLEM
         )
+    nats_server.kill()
+    [away] = [each for each in await check_mesh(scheduler.address) if each.check == "NATS"]
+    assert away.level == PROBLEM and "scheduler" in away.says and "restart nats-server" in away.do
 
 
 async def _register_one_that_nobody_serves(calls: SchedulerClient) -> None:

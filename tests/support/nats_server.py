@@ -30,7 +30,8 @@ def nats_server_binary() -> str:
 
 class NatsServer:
     """`start` may be called again after `kill`: the same port, the same store, which may hold
-    `max_file_store` bytes. more: lines of its configuration file. arguments: of its command."""
+    `max_file_store` bytes. more: lines of its configuration file. arguments: of its command.
+    store_bytes: the size of a disk of its own, which is empty at each start; 0: none."""
 
     def __init__(
         self,
@@ -38,7 +39,9 @@ class NatsServer:
         max_file_store: int = MAX_FILE_STORE,
         more: str = "",
         arguments: Sequence[str] = (),
+        store_bytes: int = 0,
     ) -> None:
+        self._store_bytes = store_bytes
         self._folder = folder
         self._arguments = arguments
         self._max_file_store = max_file_store
@@ -52,6 +55,12 @@ class NatsServer:
         return f"nats://127.0.0.1:{self._port}"
 
     @property
+    def store(self) -> Path:
+        """The disk of a running server that has one of its own."""
+        [server] = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return Path(f"/proc/{server}/root{self._folder}/store")
+
+    @property
     def pid(self) -> int:
         """Of the running server."""
         assert self._process is not None
@@ -61,9 +70,22 @@ class NatsServer:
         """Returns once the server accepts connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
         store, config = self._folder / "store", self._folder / "config"
+        disk = [
+            "bwrap",
+            "--dev-bind",
+            "/",
+            "/",
+            "--size",
+            str(self._store_bytes),
+            "--tmpfs",
+            str(store),
+        ]
+        if self._store_bytes:
+            store.mkdir(exist_ok=True)
         jetstream = f"store_dir: {json.dumps(str(store))}, max_file_store: {self._max_file_store}"
         config.write_text(f"jetstream {{ {jetstream} }}\n{self._more}")
         command = [
+            *([*disk, "--die-with-parent"] if self._store_bytes else []),
             nats_server_binary(),
             "-c",
             str(config),

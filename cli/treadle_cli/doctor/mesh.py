@@ -37,7 +37,7 @@ LATE_S = 15.0  # how old a load may be: leases of 10 s are renewed at a third of
 EARLY_S = 2.0  # how far a clock may be ahead of this machine's
 START = "Start one with treadle up or treadle attach URL, or give the address that they print."
 RESTART_NATS = (
-    "Is nats-server up? One whose disk was full keeps JetStream off, also once there is space: "
+    "Is nats-server up? Where its disk was full it stores nothing more, also once there is space: "
     "free some, then restart nats-server."
 )
 IDENTIFY = f"Set {FOLDER_VARIABLE} to the folder of an operator's certificate of that mesh."
@@ -128,10 +128,10 @@ async def _nats(
         f"{name} ({address})" for (name, address), said in healths.items() if said == NOT_SERVING
     ]
     if away:
-        says = f"NATS or its JetStream does not answer {', '.join(away)}"
+        says = f"NATS does not answer, or does not store, for {', '.join(away)}"
         return [Finding(subject, "NATS", PROBLEM, says, RESTART_NATS)]
     if SERVING in healths.values():
-        return [Finding(subject, "NATS", OK, "its JetStream answers")]
+        return [Finding(subject, "NATS", OK, "answers and stores")]
     return []
 
 

@@ -250,9 +250,10 @@ async def _take_steps(calls: Calls, bus: Bus, trajectories: Sequence[Trajectory]
     await bus.flush()
     last = (await bus.jetstream.stream_info(STREAM)).state.last_seq
     positions = await bus.key_value(POSITIONS)
-    while json.loads((await positions.get(SCHEDULER)).value or b"{}")["next"] <= last:
+    while True:
+        if json.loads((await positions.get(SCHEDULER)).value or b"{}")["next"] > last:
+            return times_s
         await asyncio.sleep(POLL_S)
-    return times_s
 
 
 async def _measure_sidecar(
