@@ -536,12 +536,14 @@ class Bus:
         silent = [
             name for name, (first, last) in self._unanswered_s.items() if last - first >= SILENT_S
         ]
-        if silent and not self._is_silent:
-            log.error(SILENT, asked=silent, error=repr(error))
-        elif self._is_silent and not silent:
-            log.info("JetStream answers and stores again")
+        if bool(silent) == self._is_silent:
+            return
         self._is_silent = bool(silent)
         self.changed.set()
+        if silent:
+            log.error(SILENT, asked=silent, error=repr(error))
+        else:
+            log.info("JetStream answers and stores again")
 
     async def _on_error(self, error: Exception) -> None:
         if repr(error) != repr(
