@@ -4,7 +4,7 @@ connection to NATS."""
 import asyncio
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from support.conditions import until, until_said
 from support.nats_server import NatsServer
 from support.processes import free_port
 from treadle.certificates import NATS_NAME, Certificates, open_channel
-from treadle.telemetry.v1.facts_pb2 import Fact, TrajectoryClosed
+from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepQueued, StepRef, TrajectoryClosed
 from treadle_cli.certs import Authority, Identity, identities, make_certificates, nats_config
 from treadle_runtime.bus import Bus, bus_name, open_bus
 from treadle_runtime.errors import StartError
+from treadle_runtime.facts import make_fact
 from treadle_runtime.identity import server_credentials
 
 PATH, STREAM = "/test.Echo/Serial", "/test.Echo/Serials"
@@ -328,3 +329,66 @@ async def test_only_the_certificate_of_a_nats_server_joins_a_cluster(
         server.kill()
         other.kill()
     assert bool(heard) == (joins == "nats")
+
+
+@pytest.mark.full
+async def test_services_have_their_accounts_on_three_servers(tmp_path: Path) -> None:
+    """As pods with the components mtls and nats-cluster. Each service is connected to another
+    server; one server dies."""
+    certificates = make_certificates(tmp_path / "certificates")
+    name = Identity("", (NATS_NAME, "localhost"))  # as in the routes here
+    Authority.at(certificates).issue(certificates / "nats", name, timedelta(days=1))
+    in_pod = nats_config(certificates / "nats", in_pod=True).replace("8222", "-1")
+    ports = [free_port() for _ in range(3)]
+    routes = ",".join(f"nats://localhost:{port}" for port in ports)
+    common = ("--cluster_name", "c", "--routes", routes, "--cluster")
+    servers = [
+        NatsServer(
+            tmp_path / str(port),
+            more=in_pod,
+            arguments=(*common, f"nats://127.0.0.1:{port}", "--name", f"n{port}"),
+        )
+        for port in ports
+    ]
+    heard: list[str] = []
+
+    async def hear(fact: Fact) -> None:
+        heard.append(fact.engine_lost.engine_id or fact.step_queued.step.engine_id)
+
+    def connect(service: str, first: int) -> AbstractAsyncContextManager[Bus]:
+        urls = ",".join(servers[(first + step) % 3].url for step in range(3))
+        own = Certificates(certificates / service)
+        return open_bus(urls, bus_name(service), replicas=3, certificates=own)
+
+    try:
+        for server in servers:
+            server.start()
+        async with (
+            connect("scheduler", 0) as scheduler,
+            connect("sidecar", 1) as sidecar,
+            connect("rollout", 2) as rollout,
+        ):
+            bucket = await scheduler.key_value("treadle_trajectories")
+
+            async def put() -> bool:
+                with suppress(nats_errors.Error):  # the servers choose who leads
+                    return bool(await bucket.put("key", b"value"))
+                return False
+
+            assert await until_said(put, lambda said: said)
+            await rollout.subscribe(["engine_lost", "step_queued"], hear, durable="rollout")
+            for number in range(2):
+                await scheduler.publish(
+                    make_fact("t", engine_lost=EngineLost(engine_id=f"a{number}"))
+                )
+                step = StepRef(engine_id=f"b{number}", trajectory_id="t")
+                await sidecar.publish(make_fact("t", step_queued=StepQueued(step=step)))
+                await scheduler.flush()
+                await sidecar.flush()
+                await until(lambda: len(heard) == 2 * (number + 1), 60.0)  # noqa: B023
+                if number == 0:
+                    servers[0].kill()
+            assert sorted(heard) == ["a0", "a1", "b0", "b1"]
+    finally:
+        for server in servers:
+            server.kill()
