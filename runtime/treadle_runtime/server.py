@@ -279,8 +279,7 @@ async def serving(
             )
             wiring = await wire(runtime)
             try:
-                if bus is not None:
-                    _measure(bus, metrics)
+                _measure(bus, metrics)
                 async with (
                     run_beside([*wiring.tasks, metrics.watch]),
                     _listening(runtime, wiring) as address,
@@ -317,10 +316,19 @@ async def _connected(
         yield bus
 
 
-def _measure(bus: Bus, metrics: Metrics) -> None:
+def _measure(bus: Bus | None, metrics: Metrics) -> None:
+    """Make the gauges of all services; alerts and dashboards know a service by them, also one that
+    does not use NATS."""
     facts, answers = "Facts that NATS has not acknowledged", "1 while NATS answers, else 0"
-    metrics.gauge("outbox", "fact", facts, lambda: bus.unacknowledged, of=OF_ALL)
-    metrics.gauge("connected", "connection", answers, lambda: int(bus.connected), of=OF_ALL)
+
+    def connected() -> int:
+        return int(bus is None or bus.connected)
+
+    def outbox() -> int:
+        return 0 if bus is None else bus.unacknowledged
+
+    metrics.gauge("outbox", "fact", facts, outbox, of=OF_ALL)
+    metrics.gauge("connected", "connection", answers, connected, of=OF_ALL)
 
 
 @asynccontextmanager
