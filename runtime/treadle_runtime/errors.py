@@ -5,12 +5,16 @@ interceptor (`calls.py`) turns them into a status. Details are `treadle.common.v
 wire-equal to google.rpc.Status, so that any parser of google.rpc reads them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import grpc
+import structlog
 from google.protobuf.message import Message
 from treadle.common.v1 import status_pb2
+
+log = structlog.get_logger()
 
 DETAILS_KEY = "grpc-status-details-bin"
 TYPE_URL_PREFIX = "type.googleapis.com/google.rpc."
@@ -167,3 +171,16 @@ def _shortened(text: str, longest: int) -> str:
         errors="replace"
     ).decode()  # a message cannot carry lone surrogates of a quoted value
     return text if len(text) <= longest else f"{text[:longest]}… ({len(text)} characters)"
+
+
+@contextmanager
+def contain(what: str, **about: object) -> Iterator[None]:
+    """Log an error that the block raises, with its traceback, and go on after the block.
+
+    For one item of a background task that works on many: what is wrong with one trajectory or one
+    engine must not end the service of all others. what: the item, for the log.
+    """
+    try:
+        yield
+    except Exception:
+        log.exception(f"{what}: failed unexpectedly", **about)

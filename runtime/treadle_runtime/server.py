@@ -1,19 +1,24 @@
 """Run a service, or several in one process: start, serve, drain, exit code.
 
 A service's `wire` gets a `Runtime` and returns what is to be served (`Wiring`). Order of a drain:
-health NOT_SERVING, calls in flight finish (drain_grace_s at most), background tasks end, accepted
-facts reach NATS, `close`, channels close, spans and metrics are sent.
+health NOT_SERVING, calls in flight finish (drain_grace_s at most), other servers end (the same),
+background tasks end, accepted facts reach NATS, `close`, channels close, spans and metrics are
+sent.
 
 SIGTERM and SIGINT begin a drain and lead to exit code 0; a second signal ends the process at once.
-The handlers are on the event loop: a plain `finally` in a coroutine never runs on SIGTERM.
+A background task that fails begins one too. Each step of a drain has a time limit, and so has the
+whole, so that a process which has begun to end does end. The handlers are on the event loop: a
+plain `finally` in a coroutine never runs on SIGTERM.
 """
 
 import asyncio
+import faulthandler
 import gc
 import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -25,6 +30,7 @@ from collections.abc import (
 )
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +60,12 @@ LOWEST_RECEIVE_LIMIT_BYTES = 64 * 1024 * 1024
 LAST_WORDS_S = (
     0.2  # once our calls are done only watches of health are left, and they never end by themselves
 )
+STEP_S = 10.0  # longest time of one step of a drain, beyond the grace of calls or facts
+CLOSE_S = 30.0  # the same of a service's `close`, which may remove containers
+WHOLE_DRAIN_S = 60.0  # the same of all steps together
 START_FAILED_EXIT_CODE = 1
 TASK_FAILED_EXIT_CODE = 3
+DRAIN_OVERDUE_EXIT_CODE = 4
 # the service name under which health is SERVING while the process runs, also where it stands by
 ALIVE = "alive"
 # Calls that may wait until Python takes them. By default gRPC cancels calls above a thousand, and
@@ -139,13 +149,16 @@ class Wiring:
     """Servicers and tasks of a service, for the runtime to run.
 
     services: full service name → adds its servicer to the server. tasks: run beside the server,
-    cancelled at drain; one that fails ends the process. close: called after NATS is drained.
+    cancelled at drain; one that fails ends the process, so that one which works on many items
+    contains the errors of each (`errors.contain`). servers: tasks that serve callers otherwise, and
+    end once the drain has begun; `tasks` run until then. close: called after NATS is drained.
     errors: the service's core exceptions. turn: None where every process serves.
     """
 
     services: Mapping[str, Callable[[grpc.aio.Server], None]]
     tasks: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
-    close: Callable[[], Awaitable[None]] | None = None
+    servers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    close: Callable[[], Coroutine[Any, Any, None]] | None = None
     errors: ErrorTable = field(default_factory=dict)
     turn: Turn | None = None
 
@@ -199,8 +212,30 @@ def leaves(group: BaseException | None) -> Iterator[BaseException]:
         yield group
 
 
+class _Overdue:
+    """Limit to the time that the end of this process takes, whatever hangs: a task, the event loop,
+    or a thread that is waited for. limit_s: seconds from `start`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._timer: threading.Timer | None = None
+
+    def start(self, exit_code: int) -> None:
+        """End the process with this code once the time is over; only the first call counts."""
+        if self._timer is None:
+            self._timer = threading.Timer(self._limit_s, self._end, (exit_code,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _end(self, exit_code: int) -> None:
+        log.error("the drain takes too long: the process ends now", limit_s=self._limit_s)
+        faulthandler.dump_traceback()
+        os._exit(exit_code)
+
+
 async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
     stop = asyncio.Event()
+    overdue = _Overdue(max(3 * settings.drain_grace_s for settings, _ in hosted) + WHOLE_DRAIN_S)
     starting = {settings.service for settings, _ in hosted}
     loop = asyncio.get_running_loop()
 
@@ -211,7 +246,9 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
             # of several services here, the provider of the first stays
             trace.set_tracer_provider(tracing.provider)
         try:
-            async with serving(settings, wire, tracing=tracing):
+            # Without a signal before, the drain begins because a background task has failed.
+            failed = partial(overdue.start, TASK_FAILED_EXIT_CODE)
+            async with serving(settings, wire, tracing=tracing, on_drain=failed):
                 starting.discard(settings.service)
                 if not starting:
                     _tune_garbage_collection()
@@ -223,6 +260,7 @@ async def _serve_until_signal(hosted: Sequence[tuple[Settings, Wire]]) -> None:
         if stop.is_set():
             os._exit(KILLED_EXIT_CODE + number)
         log.info("signal", signal=signal.Signals(number).name)
+        overdue.start(DRAIN_OVERDUE_EXIT_CODE)
         stop.set()
         for settings, _ in hosted:
             if settings.service in starting:
@@ -248,10 +286,14 @@ def _tune_garbage_collection() -> None:
 
 @asynccontextmanager
 async def serving(
-    settings: Settings, wire: Wire, *, tracing: Tracing | None = None
+    settings: Settings,
+    wire: Wire,
+    *,
+    tracing: Tracing | None = None,
+    on_drain: Callable[[], object] = int,
 ) -> AsyncIterator[Serving]:
     """Serve for the time of the block, then drain: like `run`, without signals and process, e.g.
-    for tests.
+    for tests. on_drain: called when the drain begins, and again in its course.
 
     Raises StartError, and whatever a background task raises (in an ExceptionGroup).
     """
@@ -282,19 +324,34 @@ async def serving(
                 _measure(bus, metrics)
                 async with (
                     run_beside([*wiring.tasks, metrics.watch]),
-                    _listening(runtime, wiring) as address,
+                    run_beside(wiring.servers),
+                    _listening(runtime, wiring, on_drain) as address,
                 ):
                     yield Serving(address, runtime)
             finally:
+                on_drain()
                 stopping.set()
                 if bus is not None:
-                    await bus.drain(settings.drain_grace_s)
+                    grace_s = settings.drain_grace_s
+                    await _finish("the bus", bus.drain(grace_s), grace_s + STEP_S)
                 if wiring.close is not None:
-                    await wiring.close()
+                    await _finish("the service", wiring.close(), CLOSE_S)
     finally:
-        await channels.close()
-        await metrics.shutdown()
-        await tracing.shutdown()
+        await _finish("channels", channels.close())
+        await _finish("metrics", metrics.shutdown())
+        await _finish("spans", tracing.shutdown())
+
+
+async def _finish(what: str, work: Coroutine[Any, Any, None], limit_s: float = STEP_S) -> None:
+    """Await a step of the drain for no longer than its limit, and raise what it raises. A step may
+    refuse its cancellation, and is then left behind."""
+    step = asyncio.get_running_loop().create_task(work)
+    done, _ = await asyncio.wait({step}, timeout=limit_s)
+    if done:
+        await step
+    else:
+        log.error("a step of the drain did not end in time", step=what, limit_s=limit_s)
+        step.cancel()
 
 
 @asynccontextmanager
@@ -332,7 +389,9 @@ def _measure(bus: Bus | None, metrics: Metrics) -> None:
 
 
 @asynccontextmanager
-async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
+async def _listening(
+    runtime: Runtime, wiring: Wiring, on_drain: Callable[[], object]
+) -> AsyncIterator[str]:
     settings, turn = runtime.settings, wiring.turn
     interceptor = Interceptor(
         domain=f"{settings.service}.treadle",
@@ -417,10 +476,12 @@ async def _listening(runtime: Runtime, wiring: Wiring) -> AsyncIterator[str]:
             log.info("serving" if turn is None or turn.serves else "standing by", address=address)
             yield address
     finally:
+        on_drain()
         log.info("draining", grace_s=settings.drain_grace_s)
         await healthy.enter_graceful_shutdown()
         runtime.stopping.set()
-        await _stop(server, interceptor, settings.drain_grace_s)
+        grace_s = settings.drain_grace_s
+        await _finish("calls", _stop(server, interceptor, grace_s), grace_s + STEP_S)
         if ready is not None:
             ready.unlink(missing_ok=True)
 

@@ -215,6 +215,32 @@ async def test_a_background_task_that_fails_ends_the_process_with_its_traceback_
     assert "the disk is gone" in logged[-1]["exception"]
 
 
+@pytest.mark.parametrize(
+    ("broken", "code", "said"),
+    [
+        ("close", 0, "a step of the drain did not end in time"),
+        ("loop", 4, "the drain takes too long: the process ends now"),
+        ("task and loop", 3, "the drain takes too long: the process ends now"),
+    ],
+)
+async def test_a_process_that_was_told_to_end_ends_whatever_hangs(
+    nats_url: str, tmp_path: Path, broken: str, code: int, said: str
+) -> None:
+    """A step of the drain does not end, or the event loop stands still, after SIGTERM or after a
+    background task has failed. Result: the process ends with its code, and the log says why."""
+    env = {
+        "TREADLE_NATS_URL": nats_url,
+        "TREADLE_PROBE_BROKEN": broken,
+        "TREADLE_PROBE_DRAIN_GRACE_S": "0.1",
+    }
+    process = start_process(PROBE, "probe", env, tmp_path / "probe")
+    if not broken.startswith("task"):
+        await process.ready(60)
+        process.terminate()
+    assert await process.wait() == code
+    assert said in process.stderr_text()
+
+
 async def test_facts_that_nats_never_took_are_named_as_lost_at_the_end(
     start_service: StartService, nats_server: NatsServer
 ) -> None:

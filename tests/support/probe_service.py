@@ -6,6 +6,7 @@ The id of the first engine says what PlanPlacement does; see `Probe`. Run as a p
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +14,7 @@ import structlog
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2, placement_pb2_grpc
 from treadle.telemetry.v1.facts_pb2 import EngineLost
-from treadle_runtime import errors
+from treadle_runtime import errors, server
 from treadle_runtime.calls import remaining_s
 from treadle_runtime.config import Json, Settings
 from treadle_runtime.facts import make_fact
@@ -37,7 +38,7 @@ class ProbeSettings(Settings):
     service: ClassVar[str] = "probe"
     slow_s: float = 1.0
     upstream: str = ""
-    broken: Literal["", "start", "task"] = ""
+    broken: Literal["", "start", "task", "close", "loop", "task and loop"] = ""
     weights: Annotated[tuple[float, ...], Json] = ()
 
 
@@ -138,11 +139,15 @@ async def wire(runtime: Runtime) -> Wiring:
         raise errors.StartError("the loom is missing: install a loom")
 
     async def task() -> None:
-        if settings.broken == "task":
+        if settings.broken.startswith("task"):
             raise OSError("the disk is gone")
         await asyncio.Event().wait()
 
     async def close() -> None:
+        if settings.broken == "close":
+            await asyncio.Event().wait()
+        if settings.broken.endswith("loop"):
+            time.sleep(600.0)  # noqa: ASYNC251 - it blocks the event loop
         log.info("closed")
 
     return Wiring(
@@ -161,7 +166,8 @@ async def wire(runtime: Runtime) -> Wiring:
 
 
 def main() -> None:
-    """Run as a process."""
+    """Run as a process, which does not wait long for what is broken."""
+    server.CLOSE_S, server.WHOLE_DRAIN_S = 0.5, 1.0
     run(Service(ProbeSettings, wire))
 
 

@@ -6,7 +6,12 @@ import ssl
 from pathlib import Path
 
 import aiohttp
+import pytest
+import uvloop
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from treadle.certificates import AUTHORITY, CERTIFICATE, KEY
 from treadle_cli.certs import make_certificates
 from treadle_cli.mesh.services import GATEWAY_FOLDER
@@ -33,7 +38,9 @@ async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(
             assert response.status == 404
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(serve_http(Starlette(), listener, stopping, tls_folder=str(folder))())
+        group.create_task(
+            serve_http(Starlette(), listener, stopping, tls_folder=str(folder), grace_s=1.0)()
+        )
         await connect(old)
         shutil.copy(new / CERTIFICATE, folder / CERTIFICATE)
         await asyncio.sleep(2 * RENEW_S)
@@ -42,3 +49,42 @@ async def test_while_one_of_two_new_files_is_written_the_old_certificate_serves(
         await asyncio.sleep(2 * RENEW_S)
         await connect(new)
         stopping.set()
+
+
+def test_a_server_that_is_cancelled_again_and_again_lets_its_request_end_and_takes_no_more() -> (
+    None
+):
+    """As where a background task fails while the gateway serves. On uvloop, as services run: a
+    server that is cut off there goes on accepting."""
+
+    async def scenario() -> None:
+        entered, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: Request) -> Response:
+            entered.set()
+            await goes_on.wait()
+            return PlainTextResponse("done")
+
+        listener = bind_http("LISTEN", "127.0.0.1:0")
+        port = listener.getsockname()[1]
+        app = Starlette(routes=[Route("/", slow)])
+        serving = asyncio.create_task(serve_http(app, listener, asyncio.Event(), grace_s=60.0)())
+        async with aiohttp.ClientSession() as http:
+            asked = asyncio.ensure_future(http.get(f"http://127.0.0.1:{port}/"))
+            await entered.wait()
+            for _ in range(3):
+                serving.cancel()
+                await asyncio.sleep(0.05)
+            with pytest.raises(OSError):
+                while True:  # until uvicorn sees that it is to end
+                    _, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.close()
+                    await asyncio.sleep(0.01)
+            goes_on.set()
+            async with await asked as response:
+                assert await response.text() == "done"
+        await asyncio.wait({serving})
+        assert serving.cancelled()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(scenario(), 60.0))

@@ -37,4 +37,5 @@ async def wire(runtime: Runtime) -> Wiring:
     control = Control(watch.scheduler, runtime.channel, settings.control_key.get_secret_value())
     mesh.set_section("control", {"offered": control.offered})
     app = make_app(Pages(feed, watch.scheduler, control), hosts)
-    return Wiring(services={}, tasks=[*watch.tasks, serve_http(app, listener, runtime.stopping)])
+    serve = serve_http(app, listener, runtime.stopping, grace_s=settings.drain_grace_s)
+    return Wiring(services={}, tasks=watch.tasks, servers=[serve])
