@@ -6,6 +6,7 @@ import gc
 import re
 import weakref
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -118,13 +119,18 @@ async def test_a_turn_that_failed_is_tried_again_in_its_trajectory(
     assert len(mesh.scheduler.trajectories) == 1
 
 
+@pytest.mark.parametrize("forgotten", [False, True])
 async def test_a_trajectory_that_the_scheduler_has_closed_is_followed_by_another_one(
-    mesh: FakeMesh, link: Link
+    mesh: FakeMesh, link: Link, forgotten: bool
 ) -> None:
     """As after a lease that had run out: the request must not fail for it, and the next one must
-    not meet it again."""
+    not meet it again. The scheduler has forgotten what it closed long ago."""
     first = await link.generate(PROMPT, FIVE, "s")
-    mesh.scheduler.outcomes[first.trajectory_id] = scheduler_pb2.OUTCOME_FAILED
+    if forgotten:
+        known = mesh.scheduler.trajectories
+        known["another"] = known.pop(first.trajectory_id)
+    else:
+        mesh.scheduler.outcomes[first.trajectory_id] = scheduler_pb2.OUTCOME_FAILED
     context = [*PROMPT, *first.token_ids, 7]
     second = await link.generate(context, FIVE, "s")
     assert second.token_ids == expected(context)
@@ -271,6 +277,33 @@ async def test_idle_trajectories_are_closed_by_their_age_and_the_newer_ones_of_t
         newer = await sessions.generate("s", oldest.tokens, FIVE)
         assert newer.trajectory_id in mesh.scheduler.open_trajectories
         assert (await sessions.close("s"), sessions.idle) == (1, 0)
+
+
+async def test_a_sweep_ends_with_its_client(mesh: FakeMesh) -> None:
+    """The scheduler goes away while the sweep closes a trajectory, and the client closes then."""
+    now_s = 0.0
+    client = mesh.client(timeouts=treadle.Timeouts(cleanup_s=0.3))
+    await client.__aenter__()
+    sessions = Sessions(client, 1.0, 1.0, now=lambda: now_s)
+    await sessions.generate("s", PROMPT, FIVE)
+    await mesh.scheduler_port.stop()
+    now_s = 2.0
+    sweeping = asyncio.create_task(sessions.sweep())
+    await asyncio.sleep(0.1)
+    await client.__aexit__(None, None, None)
+    assert (await sweeping, await sessions.sweep()) == (1, 0)
+
+
+async def test_a_link_that_cannot_be_opened_is_tried_again(
+    mesh: FakeMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREADLE_TLS_FOLDER", str(tmp_path))  # without certificates
+    with pytest.raises(ValueError, match="treadle certs"):
+        await calls.link_to(mesh.address)
+    monkeypatch.delenv("TREADLE_TLS_FOLDER")
+    link = await calls.link_to(mesh.address)
+    assert (await link.generate(PROMPT, FIVE)).token_ids == expected(PROMPT)
+    await calls.leave()
 
 
 async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: FakeMesh) -> None:

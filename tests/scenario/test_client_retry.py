@@ -1,10 +1,15 @@
 """Scenarios of calls that fail and are tried again, against fakes behind real servers."""
 
+import asyncio
+import socket
+
 import grpc
 import pytest
 import treadle
+from support.conditions import until
 from support.fake_servicer import Refusal
-from support.mesh_in_process import fake_mesh, generate, one_trajectory
+from support.mesh_in_process import QUICK, fake_mesh, generate, one_trajectory
+from support.processes import free_port
 
 PROMPT = [1, 2, 3]
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -109,3 +114,48 @@ async def test_every_call_carries_a_deadline() -> None:
             "CloseTrajectory",
         } <= {c.method for c in calls}
         assert all(call.deadline_s is not None for call in calls)
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["refuses connections", "says nothing"])
+async def test_a_call_in_flight_and_a_later_one_say_that_their_client_was_closed(
+    silent: bool,
+) -> None:
+    """Result: neither raises an error of gRPC, nor a CancelledError in a task that nobody has
+    cancelled."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1] if silent else free_port()
+        client = treadle.Client(f"127.0.0.1:{port}", retry=QUICK)
+        await client.__aenter__()
+        asked = asyncio.create_task(client.open(prompt_id="p0", sample=0, prompt=PROMPT))
+        await asyncio.sleep(0.1)
+        await client.__aexit__(None, None, None)
+        with pytest.raises(treadle.TreadleError, match="CLIENT_CLOSED"):
+            await asked
+        with pytest.raises(treadle.TreadleError, match="CLIENT_CLOSED"):
+            await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+
+
+async def test_a_client_that_closes_does_not_wait_for_a_stream_that_never_ends() -> None:
+    """Its step waits in a queue, and the sidecar answers all questions and ends no stream."""
+    timeouts = treadle.Timeouts(cleanup_s=0.3)
+    async with fake_mesh("e0") as mesh:
+        client = await mesh.client(timeouts=timeouts).__aenter__()
+        mesh.engines["e0"].slot.close()
+        t = await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        running = asyncio.create_task(generate(t, 4))
+        await until(lambda: mesh.engines["e0"].slot.waiting)
+        async with asyncio.timeout(30.0):
+            await client.__aexit__(None, None, None)
+            assert await running == []
+
+
+async def test_a_lease_is_renewed_again_after_a_renewal_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("support.fake_scheduler.JOB_LEASE_S", 0.3)
+    async with fake_mesh("e0") as mesh, mesh.client() as client:
+        mesh.scheduler.refuse_next(
+            "RenewJob", Refusal(grpc.StatusCode.INTERNAL, "INTERNAL"), Refusal(UNAVAILABLE, "AWAY")
+        )
+        await client.open(prompt_id="p0", sample=0, prompt=PROMPT)
+        await until(lambda: len(mesh.scheduler.requests("RenewJob")) >= 4)

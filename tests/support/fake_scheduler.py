@@ -14,7 +14,7 @@ from treadle_runtime.fields import timestamp
 
 TICKET_LIFE_S = 600.0
 LEASE_TTL_S = 0.6
-JOB_LEASE_S = 3600.0  # no test of the fake renews
+JOB_LEASE_S = 3600.0  # few tests of the fake renew
 _FAILED = grpc.StatusCode.FAILED_PRECONDITION
 
 
@@ -101,6 +101,10 @@ class FakeScheduler(FakeServicer, scheduler_pb2_grpc.SchedulerServiceServicer):
     @answer
     def OpenJob(self, request: pb.OpenJobRequest) -> pb.OpenJobResponse:
         return pb.OpenJobResponse(job_id=f"j-{request.request_id}", lease_ttl=duration(JOB_LEASE_S))
+
+    @answer
+    def RenewJob(self, _: pb.RenewJobRequest) -> pb.RenewJobResponse:
+        return pb.RenewJobResponse()
 
     @answer
     def CloseJob(self, _: pb.CloseJobRequest) -> pb.CloseJobResponse:

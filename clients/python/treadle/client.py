@@ -1,9 +1,10 @@
 """Open trajectories in a mesh, run rollouts and take training batches, with treadle.Client.
 
 One address is enough. Leaving the `async with` block closes every open trajectory and every
-channel. A client serves one event loop and any number of tasks on it: the loop must not stand still
-for longer than the scheduler's JOB_LEASE_S (45 s) while trajectories are open, as the client renews
-its lease from it.
+channel; a call of another task that is in flight then raises TreadleError CLIENT_CLOSED. A client
+serves one event loop and any number of tasks on it: the loop must not stand still for longer than
+the scheduler's JOB_LEASE_S (45 s) while trajectories are open, as the client renews its lease from
+it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,15 @@ from typing import Any
 import grpc
 
 from treadle.certificates import Certificates
-from treadle.connection import Mesh, RetryPolicy, Timeouts, TrajectoryTrace, finish, request_id
+from treadle.connection import (
+    CLIENT_CLOSED,
+    Mesh,
+    RetryPolicy,
+    Timeouts,
+    TrajectoryTrace,
+    finish,
+    request_id,
+)
 from treadle.errors import TreadleError
 from treadle.jobs import Job, policy_message
 from treadle.rewards import PendingReward, request_reward
@@ -31,7 +40,7 @@ from treadle.rollouts.run import Agent, RolloutRun
 from treadle.rollouts.running_tokens import read_tokens
 from treadle.rollouts.samples import check_part, read_shaping
 from treadle.scheduler.v1 import scheduler_pb2
-from treadle.trajectory import TRAJECTORY_CLOSED, OnChange, Trajectory, undo_opening
+from treadle.trajectory import GONE, OnChange, Trajectory, undo_opening
 from treadle.types import (
     Batch,
     HardwareTags,
@@ -369,27 +378,32 @@ class Client(FleetCalls):
         return await read_shaping(mesh, rollout_id, history)
 
     async def _close(self) -> None:
-        """Close the open trajectories, all at once, then the job and the channels.
+        """Close the open trajectories, all at once, then the job and the channels. A step that runs
+        has `cleanup_s` to end, and its trajectory as long to close.
 
         A scheduler that cannot be reached closes them once the lease has ended, and the job with
         them.
         """
         mesh, job = self._connected()
-        closing: list[Awaitable[None]] = [
-            trajectory.close(outcome="cancelled") for trajectory in self._open
+        closing = [
+            asyncio.ensure_future(trajectory.close(outcome="cancelled"))
+            for trajectory in self._open
         ]
-        results = await asyncio.gather(*closing, return_exceptions=True)
-        lost = any(
-            isinstance(failure, TreadleError) and failure.lost_connection for failure in results
+        late = set[asyncio.Future[None]]()
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=2 * mesh.timeouts.cleanup_s)
+        lost = late or any(
+            isinstance(error := task.exception(), TreadleError) and error.unanswered
+            for task in closing
         )
         try:
             await job.close(tell=not lost)
         finally:
-            await mesh.close()
-        for failure in filter(None, results):
+            await mesh.close()  # which ends the late ones
+        for failure in filter(None, await asyncio.gather(*closing, return_exceptions=True)):
             # The scheduler has closed it where this client's lease had run out.
             closed = isinstance(failure, TreadleError) and (
-                failure.lost_connection or failure.reason == TRAJECTORY_CLOSED
+                failure.unanswered or failure.reason in (*GONE, CLIENT_CLOSED)
             )
             if not closed:
                 raise failure

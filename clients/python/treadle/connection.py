@@ -14,6 +14,9 @@ carries a request_id), and RESOURCE_EXHAUSTED where the server sent a RetryInfo.
 retryPolicy is not used: it cannot see RetryInfo, stops at 5 attempts, and two layers of retries
 multiply. Its transparent retries, of calls that never left this process, stay on.
 
+A call that is made or in flight when its client closes raises TreadleError CLIENT_CLOSED: gRPC
+itself raises UsageError, or a CancelledError in a task that nobody has cancelled.
+
 All calls for one trajectory belong to one trace (`TrajectoryTrace`), by W3C trace context.
 """
 
@@ -26,7 +29,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from treadle.tools.v1.tools_pb2_grpc import ToolsServiceAsyncStub
 import secrets
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 T = TypeVar("T")
 Q = TypeVar("Q")
@@ -85,6 +88,7 @@ _WAITS = {
     "NO_ENGINE": "steps wait for an engine",
     "PAYLOADS_HELD": "finished trajectories wait for room",
 }
+CLIENT_CLOSED = "CLIENT_CLOSED"  # reason of calls that their own client has ended
 STEP_HELD = "STEP_HELD"  # ErrorInfo.reason of a step that waits for space on an engine
 PING_TIMEOUT_MS = 2_000
 # Options of a channel to processes of which one serves. The server's name may stand for several
@@ -310,6 +314,7 @@ class Mesh:
         self._directory: scheduler_pb2.GetDirectoryResponse | None = None
         self._directory_lock = asyncio.Lock()
         self._warned: set[str] = set()  # messages that were logged
+        self._closed = False
         self._schedulers = address.split(",")
         connect = partial(
             self._channel, service="scheduler", options=merge_options(_OPTIONS, FOLLOWING)
@@ -369,7 +374,8 @@ class Mesh:
         backoff = self.backoff(timeout_s)
         while True:
             try:
-                return await start(request, timeout=max(backoff.remaining_s, 0.001))
+                with self.ending_calls():
+                    return await start(request, timeout=max(backoff.remaining_s, 0.001))
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
             if not error.retryable:
@@ -394,9 +400,10 @@ class Mesh:
         TreadleError when the server refuses."""
         while True:
             try:
-                async for message in listen():
-                    backoff.restart()
-                    yield message
+                with self.ending_calls():
+                    async for message in listen():
+                        backoff.restart()
+                        yield message
                 return
             except grpc.aio.AioRpcError as failure:
                 error = error_from(failure)
@@ -406,8 +413,19 @@ class Mesh:
                     raise error from None
                 await backoff.wait(error, error.retry_after_s)
 
+    @contextmanager
+    def ending_calls(self) -> Iterator[None]:
+        """Raise TreadleError CLIENT_CLOSED where a call in the block ends because of `close`."""
+        try:
+            yield
+        except (grpc.aio.UsageError, asyncio.CancelledError):
+            if not self._closed or is_cancelled():
+                raise
+            raise _client_closed() from None
+
     async def close(self) -> None:
-        """Close every channel; calls that still run on them are cancelled."""
+        """Close every channel; calls that still run on them raise TreadleError CLIENT_CLOSED."""
+        self._closed = True
         channels = list(self._channels.values())
         self._channels, self._engines = {}, {}
         for channel in channels:
@@ -425,6 +443,8 @@ class Mesh:
     def _channel(self, address: str, service: str, options: Options = _OPTIONS) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
+            if self._closed:
+                raise _client_closed()
             channel = open_channel(
                 address, service, self._certificates, options, self._interceptors
             )
@@ -447,9 +467,21 @@ class Mesh:
         return address
 
 
+def _client_closed() -> TreadleError:
+    message = "the client was closed before the call was answered"
+    return TreadleError(grpc.StatusCode.CANCELLED, message, CLIENT_CLOSED, "client.treadle")
+
+
 def request_id() -> str:
     """Make a new id for one logical call; every attempt of that call uses it."""
     return uuid.uuid4().hex
+
+
+def is_cancelled() -> bool:
+    """Return whether the present task is being cancelled. Otherwise a CancelledError comes from
+    what the task awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:

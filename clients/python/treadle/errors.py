@@ -103,6 +103,11 @@ class TreadleError(Exception):
         return transport and any(word in self.message for word in _TRANSPORT_WORDS)
 
     @property
+    def unanswered(self) -> bool:
+        """Return whether the connection failed or the deadline passed, as with a hung server."""
+        return self.lost_connection or self.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    @property
     def refused(self) -> bool:
         """Return whether the server has refused the request for good and done nothing."""
         return self.code in _REFUSALS

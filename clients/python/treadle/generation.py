@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from treadle.common.v1 import ticket_pb2, tokens_pb2
-from treadle.connection import Backoff, Mesh, TrajectoryTrace, finish, request_id
+from treadle.connection import Backoff, Mesh, TrajectoryTrace, finish, is_cancelled, request_id
 from treadle.engine.v1 import engine_pb2
 from treadle.errors import StreamBroken, TreadleError, error_from, refused
 from treadle.scheduler.v1 import scheduler_pb2
@@ -172,6 +172,11 @@ class StepRun:
                             return
                 except grpc.aio.AioRpcError as failure:
                     error = error_from(failure)
+                except asyncio.CancelledError:
+                    if not self._is_cut_off():
+                        raise
+                    self._end_stream(assembly)
+                    break
                 except TreadleError as silence:
                     if not silence.retryable:
                         raise
@@ -253,7 +258,17 @@ class StepRun:
             self._opening.cancel()
         # its stream ends in order, with the tokens sampled until then
         await self._abort(keep_stream=True)
-        await self._ended.wait()
+        try:
+            async with asyncio.timeout(self._mesh.timeouts.cleanup_s):
+                await self._ended.wait()
+        except TimeoutError:
+            if self._call is not None:
+                self._call.cancel()
+            await self._ended.wait()
+
+    def _is_cut_off(self) -> bool:
+        """Return whether a CancelledError of the reading task comes from `stop`."""
+        return self._stopping and not is_cancelled()
 
     def _end_stream(self, assembly: StepAssembly | None) -> None:
         if assembly is not None:
@@ -279,7 +294,7 @@ class StepRun:
         try:
             return await self._opening
         except asyncio.CancelledError:
-            if self._stopping:
+            if self._is_cut_off():
                 return None
             raise
 
@@ -341,9 +356,10 @@ class StepRun:
         if output:
             generate.resumed_output.int32_le = pack_ids(output)
         engine = mesh.engine(ticket.engine_address)
-        self._call = call = self._trace.bind(engine.Generate)(
-            generate, timeout=mesh.timeouts.stream_s
-        )
+        with mesh.ending_calls():
+            self._call = call = self._trace.bind(engine.Generate)(
+                generate, timeout=mesh.timeouts.stream_s
+            )
         return call
 
     async def _next_event(
@@ -354,7 +370,9 @@ class StepRun:
         cancelled then."""
         assert self._ticket is not None, "it has a stream"
         engine_id, step_s = self._ticket.engine_id, self._mesh.timeouts.step_s
-        if not assembly.waits:
+        with self._mesh.ending_calls():
+            if assembly.waits:
+                return await self._next_of_queue(events, self._ticket)
             try:
                 async with asyncio.timeout(step_s):
                     return await anext(events, None)
@@ -365,10 +383,15 @@ class StepRun:
                 )
                 code = grpc.StatusCode.DEADLINE_EXCEEDED
                 raise TreadleError(code, message, "STEP_STALLED", "client.treadle") from None
+
+    async def _next_of_queue(
+        self, events: AsyncIterator[engine_pb2.GenerateResponse], ticket: ticket_pb2.Ticket
+    ) -> engine_pb2.GenerateResponse | None:
+        """Return the next event of a step that waits in a queue, however long it waits there."""
         reading = asyncio.ensure_future(anext(events, None))
         try:
-            while not (await asyncio.wait({reading}, timeout=step_s))[0]:
-                await self._require_answer(self._ticket)
+            while not (await asyncio.wait({reading}, timeout=self._mesh.timeouts.step_s))[0]:
+                await self._require_answer(ticket)
             return await reading
         finally:
             reading.cancel()
@@ -434,11 +457,12 @@ class StepRun:
             call, ticket = self._call, self._ticket
             if call is None or ticket is None or not self._may_generate:
                 return
-            engine = self._mesh.engine(ticket.engine_address)
             request = engine_pb2.AbortRequest(request_id=request_id(), ticket_id=ticket.ticket_id)
             try:
-                await self._trace.bind(engine.Abort)(request, timeout=self._mesh.timeouts.cleanup_s)
-            except grpc.aio.AioRpcError:
+                with self._mesh.ending_calls():
+                    abort = self._trace.bind(self._mesh.engine(ticket.engine_address).Abort)
+                    await abort(request, timeout=self._mesh.timeouts.cleanup_s)
+            except (grpc.aio.AioRpcError, TreadleError):
                 keep_stream = False  # cancelling the stream below is the second way to abort
             if not keep_stream:
                 self._call = None

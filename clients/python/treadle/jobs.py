@@ -9,10 +9,9 @@ process was stopped or cut off, the next call opens the job again.
 from __future__ import annotations
 
 import asyncio
+import logging
 
-import grpc
-
-from treadle.connection import Mesh, TrajectoryTrace, request_id
+from treadle.connection import CLIENT_CLOSED, Mesh, TrajectoryTrace, request_id
 from treadle.errors import TreadleError
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.types import Policy, seconds, words_of
@@ -20,6 +19,8 @@ from treadle.types import Policy, seconds, words_of
 JOB_NOT_FOUND = "JOB_NOT_FOUND"  # ErrorInfo.reason: the lease has run out
 JOB_TAKEN_OVER = "JOB_TAKEN_OVER"  # another client has resumed the job
 RENEWALS_A_LEASE = 3  # so that two may be lost
+
+_log = logging.getLogger("treadle")
 
 
 class Job:
@@ -113,7 +114,7 @@ class Job:
                     self._mesh.scheduler.CloseJob, request, self._mesh.timeouts.cleanup_s
                 )
             except TreadleError as error:
-                if not error.lost_connection:
+                if not error.unanswered:
                     raise
 
     async def _open(self) -> None:
@@ -142,13 +143,10 @@ class Job:
             try:
                 await self.renew()
             except TreadleError as error:
-                if error.reason == JOB_TAKEN_OVER:
+                if error.reason in (JOB_TAKEN_OVER, CLIENT_CLOSED):
                     return  # the client's next call is refused with this reason
-                if (
-                    not error.lost_connection
-                    and error.code is not grpc.StatusCode.DEADLINE_EXCEEDED
-                ):
-                    raise
+                # The next one may succeed; without renewals, all that the client has open ends.
+                _log.warning("the lease of job %s was not renewed: %s", self._job_id, error)
 
 
 def policy_message(policy: Policy) -> pb.Policy:

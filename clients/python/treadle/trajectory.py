@@ -48,6 +48,9 @@ OnChange = Callable[["Trajectory", Literal["step", "tool"]], None]
 Invoke = Callable[[tools_pb2.InvokeRequest, Mapping[str, Any]], Awaitable[ToolResult]]
 
 TRAJECTORY_CLOSED = "TRAJECTORY_CLOSED"  # ErrorInfo.reason of a request about one that was closed
+# Reasons with which the scheduler says that it has closed one, e.g. after a lease that had run out;
+# it forgets those that were closed long ago, and all where NATS has lost what it stored.
+GONE = (TRAJECTORY_CLOSED, "TRAJECTORY_NOT_FOUND")
 _STATUS: dict[int, ToolStatus] = words_of(tools_pb2.ResultStatus)
 
 
@@ -295,7 +298,7 @@ class Trajectory:
             for session in self._sessions:
                 await session.close()
         except TreadleError as error:
-            if not error.lost_connection:  # a tools service that is gone holds no session
+            if not error.unanswered:  # a tools service that is gone holds no session
                 raise
         finally:
             await self._close_at_scheduler()
@@ -327,9 +330,7 @@ class Trajectory:
                 self._mesh.scheduler.CloseTrajectory, self._closing, timeout_s, self.trace
             )
         except TreadleError as error:
-            if (
-                error.reason == TRAJECTORY_CLOSED
-            ):  # by the scheduler, as where the lease had run out
+            if error.reason in GONE:
                 self._mark_closed()
             elif error.code is grpc.StatusCode.INVALID_ARGUMENT:  # it is open, for other arguments
                 self._closing = self.outcome = self.reward = None

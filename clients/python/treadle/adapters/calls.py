@@ -19,7 +19,7 @@ import os
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -269,11 +269,12 @@ class Link:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._sweeping is not None:
-            self._sweeping.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._sweeping
-        await self.client.__aexit__(None, None, None)
+        try:
+            await self.client.__aexit__(None, None, None)  # ends the calls of a sweep under way
+        finally:
+            if self._sweeping is not None:
+                self._sweeping.cancel()
+                await asyncio.wait({self._sweeping})
 
     async def generate(
         self,
@@ -342,15 +343,16 @@ async def link_to(address: str = "") -> Link:
             _links.pop(loop, None)
     links = _links.setdefault(asyncio.get_running_loop(), {})
     if where not in links:
-        links[where] = Link(client_at(where, os.environ.get("TREADLE_JOB", "")))
-        await links[where].__aenter__()
+        # Nothing is awaited in between, so that a second call finds it open.
+        links[where] = await Link(client_at(where, os.environ.get("TREADLE_JOB", ""))).__aenter__()
     return links[where]
 
 
 async def leave() -> None:
     """Close the links of the running loop, and their open trajectories."""
-    for link in _links.pop(asyncio.get_running_loop(), {}).values():
-        await link.__aexit__()
+    async with AsyncExitStack() as stack:
+        for link in _links.pop(asyncio.get_running_loop(), {}).values():
+            stack.push_async_exit(link)
 
 
 @asynccontextmanager

@@ -30,8 +30,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from treadle.client import Client
+from treadle.connection import CLIENT_CLOSED
 from treadle.errors import TreadleError, refused
-from treadle.trajectory import TRAJECTORY_CLOSED, Trajectory
+from treadle.trajectory import GONE, TRAJECTORY_CLOSED, Trajectory
 from treadle.types import Chunk, Outcome, Sampling
 
 PROMPT_ID_CHARS = 16
@@ -196,7 +197,7 @@ class Sessions:
                             seen = True
                             on_chunk(chunk)
             except TreadleError as error:
-                if error.reason != TRAJECTORY_CLOSED:
+                if error.reason not in GONE:
                     raise
                 await _close_one(trajectory, "failed")
                 if found is None or seen:
@@ -346,7 +347,6 @@ async def _close_one(trajectory: Trajectory, outcome: Outcome) -> None:
     try:
         await trajectory.close(outcome=outcome)
     except TreadleError as error:
-        if (
-            error.reason != TRAJECTORY_CLOSED
-        ):  # the scheduler closes it once the client's lease has ended
+        # The scheduler closes it once the client's lease has ended.
+        if error.reason not in (*GONE, CLIENT_CLOSED):
             _log.warning("trajectory %s was not closed: %s", trajectory.trajectory_id, error)

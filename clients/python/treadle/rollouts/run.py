@@ -482,7 +482,7 @@ class RolloutRun:
         try:
             await mesh.call(service.CancelRollout, request, mesh.timeouts.cleanup_s)
         except TreadleError as error:
-            if not error.lost_connection:
+            if not error.unanswered:
                 raise
 
     def _report(
