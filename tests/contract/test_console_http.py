@@ -10,6 +10,7 @@ from typing import Any, cast
 import aiohttp
 import pytest
 from support.console import start_console
+from support.nats_server import NatsServer
 from support.processes import ServiceProcess, StartService, free_port
 from treadle.telemetry.v1 import facts_pb2
 from treadle_runtime.bus import Bus
@@ -241,6 +242,18 @@ async def test_an_open_stream_does_not_hold_up_the_end_of_the_service(http: Http
     http.console.terminate()
     assert await http.console.wait() == 0
     assert [message async for message in stream] == []
+
+
+async def test_the_page_shows_what_happens_after_nats_was_away(
+    http: Http, bus: Bus, nats_server: NatsServer
+) -> None:
+    nats_server.kill()
+    status, _, _ = await http.get("/")
+    assert status == 200
+    nats_server.start()
+    await bus.publish(opened("t9"))
+    await bus.flush()
+    await read(http.events(), lambda events: "t9" in ids(events))
 
 
 async def test_a_scheduler_that_is_away_is_said(http: Http) -> None:

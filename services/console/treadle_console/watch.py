@@ -19,6 +19,7 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle.tools.v1 import tools_pb2
 from treadle.tools.v1.tools_pb2_grpc import ToolsServiceStub
+from treadle_runtime.errors import contain
 
 from treadle_console import convert
 from treadle_console.state import Mesh
@@ -53,30 +54,34 @@ class Watch:
 
     async def _watch_loads(self) -> None:
         while True:
-            try:
-                engines = await self.scheduler.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)
-                jobs = await self.scheduler.ListJobs(pb.ListJobsRequest(), timeout=CALL_S)
-                policy = await self.scheduler.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)
-                weights = await self.scheduler.GetWeights(pb.GetWeightsRequest(), timeout=CALL_S)
-                self._directory = await self.scheduler.GetDirectory(
-                    pb.GetDirectoryRequest(), timeout=CALL_S
-                )
-            except grpc.aio.AioRpcError as error:
-                log.info(
-                    "the scheduler does not answer", error=f"{error.code().name}: {error.details()}"
-                )
-                self._mesh.set_section("scheduler", {"away": error.code().name})
-            else:
-                for each in engines.engines:
-                    self._mesh.engine_number(each.info.engine_id)
-                self._mesh.set_engines(
-                    round(1e3 * time.time()), list(map(convert.engine_view, engines.engines))
-                )
-                self._mesh.set_section("jobs", list(map(convert.job_view, jobs.jobs)))
-                self._mesh.set_section("policy", convert.policy_view(policy.policy))
-                self._mesh.set_section("weights", convert.weights_view(weights.weights))
-                self._mesh.set_section("scheduler", {"away": ""})
+            with contain("a look at the scheduler"):
+                await self._look_at_scheduler()
             await asyncio.sleep(LOADS_EVERY_S)
+
+    async def _look_at_scheduler(self) -> None:
+        try:
+            engines = await self.scheduler.ListEngines(pb.ListEnginesRequest(), timeout=CALL_S)
+            jobs = await self.scheduler.ListJobs(pb.ListJobsRequest(), timeout=CALL_S)
+            policy = await self.scheduler.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)
+            weights = await self.scheduler.GetWeights(pb.GetWeightsRequest(), timeout=CALL_S)
+            self._directory = await self.scheduler.GetDirectory(
+                pb.GetDirectoryRequest(), timeout=CALL_S
+            )
+        except grpc.aio.AioRpcError as error:
+            log.info(
+                "the scheduler does not answer", error=f"{error.code().name}: {error.details()}"
+            )
+            self._mesh.set_section("scheduler", {"away": error.code().name})
+            return
+        for each in engines.engines:
+            self._mesh.engine_number(each.info.engine_id)
+        self._mesh.set_engines(
+            round(1e3 * time.time()), list(map(convert.engine_view, engines.engines))
+        )
+        self._mesh.set_section("jobs", list(map(convert.job_view, jobs.jobs)))
+        self._mesh.set_section("policy", convert.policy_view(policy.policy))
+        self._mesh.set_section("weights", convert.weights_view(weights.weights))
+        self._mesh.set_section("scheduler", {"away": ""})
 
     async def _watch_standing(self) -> None:
         """Update priorities and predictions of open trajectories, a page of the list at a time."""
@@ -89,8 +94,9 @@ class Watch:
             except grpc.aio.AioRpcError:  # `_watch_loads` logs it
                 request.page_token = ""
             else:
-                for each in said.trajectories:
-                    self._mesh.set_standing(each.trajectory_id, *convert.standing_of(each))
+                with contain("a list of trajectories"):
+                    for each in said.trajectories:
+                        self._mesh.set_standing(each.trajectory_id, *convert.standing_of(each))
                 request.page_token = said.next_page_token
                 if request.page_token:
                     pause_s = (time.monotonic() - began_s) / SHARE_OF_SCHEDULER
@@ -137,9 +143,10 @@ class Watch:
         while True:
             await asyncio.sleep(every_s)
             if address():
-                try:
-                    await ask()
-                except grpc.aio.AioRpcError as error:
-                    log.info(
-                        "a service does not answer", address=address(), error=error.code().name
-                    )
+                with contain("an answer of a service", address=address()):
+                    try:
+                        await ask()
+                    except grpc.aio.AioRpcError as error:
+                        log.info(
+                            "a service does not answer", address=address(), error=error.code().name
+                        )

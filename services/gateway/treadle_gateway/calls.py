@@ -18,6 +18,7 @@ from typing import Any
 import structlog
 import treadle
 from treadle.generation import CONTEXT_TOO_LONG
+from treadle.trajectory import GONE
 from treadle_runtime.http.sglang import EngineLost
 
 from treadle_gateway.engines import MOST_FAILURES, Engines
@@ -27,9 +28,8 @@ from treadle_gateway.text import TextModel, is_whole
 
 log = structlog.get_logger()
 
-# ErrorInfo.reason: the scheduler has closed it, e.g. after a lease that had run out
-CLOSED = "TRAJECTORY_CLOSED"
 RETRY_S = 0.2  # between two attempts while no engine answers
+FINISH_S = 6.0  # at the end of the process: an abort at an engine has 5 s
 
 
 @dataclass(eq=False)
@@ -118,9 +118,11 @@ class Calls:
             self._running.discard(call)
 
     async def finish(self) -> None:
-        """Wait for calls that are being ended."""
-        while self._ending:
-            await asyncio.wait(self._ending)
+        """End the calls that still run, and wait for those that are being ended."""
+        for call in tuple(self._running):
+            call.stop()
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=FINISH_S)
 
     async def _through_mesh(
         self, visit: Visit, order: Order, call: _Running
@@ -140,7 +142,7 @@ class Calls:
                     continue
                 heard_s = time.monotonic()
                 if isinstance(event, treadle.TreadleError):
-                    if event.refused and event.reason != CLOSED:
+                    if event.refused and event.reason not in GONE:
                         raise _refusal(event, order)
                     log.warning(
                         "the mesh could not run a step: an engine is asked", error=str(event)

@@ -3,13 +3,17 @@ does.
 
 A Visit is one time for which the mesh was there: its client, its sessions, and the calls that wait
 for them. When the scheduler has not answered for `away_after_s`, or no engine is registered, the
-visit ends: each waiting call receives `AWAY` at once and continues without the mesh, and the client
-is closed in the background. The next visit has a new client.
+visit ends: each waiting call receives `AWAY` at once and continues without the mesh. The client
+closes as soon as the scheduler answers, so that its trajectories hold nothing for as long as its
+lease would last. The next visit has a new client.
+
+Invariants: whatever uses a visit's client ends with the visit, and nothing that happens to one
+visit ends the watch.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -17,7 +21,9 @@ import grpc
 import structlog
 import treadle
 from treadle.adapters.sessions import SWEEP_S, Sessions
+from treadle.connection import finish
 from treadle.scheduler.v1 import scheduler_pb2
+from treadle_runtime.errors import contain
 
 from treadle_gateway.order import Ended, Tokens
 
@@ -60,18 +66,30 @@ class KnownEngine:
 
 
 class Visit:
-    """One time for which the mesh is there."""
+    """One time for which the mesh is there. client: open, and closed by `run`."""
 
     def __init__(self, client: treadle.Client, sessions: Sessions) -> None:
         self.client, self.sessions = client, sessions
-        self.over = False
+        self._over = asyncio.Event()
         self._queues: set[asyncio.Queue[Event]] = set()
+
+    async def run(self, until_answered: Callable[[], Awaitable[object]]) -> None:
+        """Close trajectories that will probably have no other turn; once the visit is over and
+        `until_answered` returns, or this task is cancelled, close the client."""
+        sweeping = asyncio.get_running_loop().create_task(self._sweep())
+        try:
+            await self._over.wait()
+            sweeping.cancel()
+            await until_answered()
+        finally:
+            sweeping.cancel()
+            await finish(self._close(sweeping))
 
     def listen(self) -> asyncio.Queue[Event]:
         """Return a queue that receives AWAY when the visit ends; `leave` it."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         self._queues.add(queue)
-        if self.over:
+        if self._over.is_set():
             queue.put_nowait(AWAY)
         return queue
 
@@ -86,8 +104,23 @@ class Visit:
 
     def end(self) -> None:
         """Send AWAY to all queues."""
-        self.over = True
+        self._over.set()
         self.send(AWAY)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            with contain("idle trajectories are not closed"):
+                await self.sessions.sweep()
+
+    async def _close(self, sweeping: "asyncio.Task[None]") -> None:
+        """Close the client, which ends the calls of a sweep under way. A scheduler that cannot be
+        reached closes its trajectories once its lease has ended."""
+        try:
+            await self.client.__aexit__(None, None, None)
+        except treadle.TreadleError as error:
+            log.warning("the client of an earlier visit was not closed in order", error=str(error))
+        await asyncio.wait({sweeping})
 
 
 class MeshLink:
@@ -115,6 +148,7 @@ class MeshLink:
         self.visit: Visit | None = None
         self.engines: dict[str, KnownEngine] = {}
         self.looked = asyncio.Event()  # once it is known whether the mesh is there
+        self._answers = asyncio.Event()  # set while the scheduler answers
 
     @property
     def context_tokens(self) -> int:
@@ -126,17 +160,19 @@ class MeshLink:
         return int(self.visit is not None)
 
     async def watch(self) -> None:
-        """Begin and end visits, as a background task."""
+        """Begin and end visits, as a background task; at its end, end the visit and close all
+        clients."""
         seen_s = -self._away_after_s
-        async with asyncio.TaskGroup() as leaving:
+        async with asyncio.TaskGroup() as visits:
             while True:
-                if await self._look():
+                there = False
+                with contain("a look at the mesh"):
+                    there = await self._look()
+                if there:
                     seen_s = time.monotonic()
                     if self.visit is None:
-                        self.visit = await self._begin()
-                        log.info("the mesh is there", engines=len(self.engines))
-                    await self._look_at_weights()
-                    if self.no_weights is not None and self.no_weights.is_overdue:
+                        self.visit = await self._begin(visits)
+                    if self.visit and self.no_weights is not None and self.no_weights.is_overdue:
                         self.visit.send(self.no_weights)
                 elif time.monotonic() - seen_s >= self._away_after_s and self.visit is not None:
                     log.warning(
@@ -145,23 +181,8 @@ class MeshLink:
                     )
                     visit, self.visit = self.visit, None
                     visit.end()
-                    leaving.create_task(_give_up(visit))
                 self.looked.set()
                 await asyncio.sleep(LOOK_S)
-
-    async def sweep(self) -> None:
-        """Close trajectories that will probably have no other turn, as a background task."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            if self.visit is not None:
-                await self.visit.sessions.sweep()
-
-    async def close(self) -> None:
-        """End the visit and close what is open."""
-        visit, self.visit = self.visit, None
-        if visit is not None:
-            visit.end()
-            await _give_up(visit)
 
     async def _look(self) -> bool:
         try:
@@ -170,7 +191,9 @@ class MeshLink:
             )
         except grpc.aio.AioRpcError as error:
             log.debug("the scheduler does not answer", error=error.details())
+            self._answers.clear()
             return False
+        self._answers.set()
         found = {
             each.info.engine_id: KnownEngine(
                 *(
@@ -186,6 +209,7 @@ class MeshLink:
         }
         if found:
             self.engines = found
+            await self._look_at_weights()
         return bool(found)
 
     async def _look_at_weights(self) -> None:
@@ -225,16 +249,24 @@ class MeshLink:
         overdue = time.monotonic() - since_s >= self._no_weights_s
         self.no_weights = NoWeights(reason, since_s, overdue)
 
-    async def _begin(self) -> Visit:
-        client = self._make_client()
-        await client.__aenter__()
-        return Visit(client, self._make_sessions(client))
+    async def _begin(self, visits: asyncio.TaskGroup) -> Visit | None:
+        """Begin a visit, which runs in `visits`; return None where no client can be made now, as
+        while the files of its certificate are being replaced."""
+        try:
+            client = self._make_client()
+            await client.__aenter__()
+        except (ValueError, OSError, treadle.TreadleError) as error:
+            log.warning("the mesh is there, but no client for it can be made", error=str(error))
+            return None
+        visit = Visit(client, self._make_sessions(client))
+        visits.create_task(self._run(visit))
+        log.info("the mesh is there", engines=len(self.engines))
+        return visit
 
-
-async def _give_up(visit: Visit) -> None:
-    """Close a client; a scheduler that cannot be reached closes its trajectories once its lease has
-    ended."""
-    try:
-        await visit.client.__aexit__(None, None, None)
-    except treadle.TreadleError as error:
-        log.warning("the client of a mesh that went away was not closed in order", error=str(error))
+    async def _run(self, visit: Visit) -> None:
+        try:
+            with contain("a visit of the mesh"):
+                await visit.run(self._answers.wait)
+        finally:
+            visit.end()
+            self.visit = None if self.visit is visit else self.visit

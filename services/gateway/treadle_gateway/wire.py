@@ -31,6 +31,8 @@ from treadle_gateway.text import TextModel
 from treadle_gateway.updates import Updates
 
 GIVE_UP_S = 600.0  # how long a request waits for an engine that answers
+# A drain waits for the aborts and closes at its end; an engine that is late with them is busy.
+TIMEOUTS = treadle.Timeouts(cleanup_s=5.0)
 TOKEN_INTERVAL_S = 0.02  # a person reads streams of tokens; frameworks read whole answers
 
 
@@ -51,6 +53,7 @@ async def wire(runtime: Runtime) -> Wiring:
             tls_folder=settings.tls_folder or None,
             token_interval_s=TOKEN_INTERVAL_S,
             job=settings.job,
+            timeouts=TIMEOUTS,
         )
 
     def make_sessions(client: treadle.Client) -> Sessions:
@@ -101,7 +104,7 @@ async def wire(runtime: Runtime) -> Wiring:
             settings.served_model,
             Path(settings.tokenizer) if settings.tokenizer else None,
         ),
-        Fleet(mesh, engines, updates, settings.served_model),
+        Fleet(mesh, engines, updates, settings.served_model, runtime.stopping),
         Control(mesh, engines, calls, proxy, updates),
         settings.api_key.get_secret_value(),
     )
@@ -118,7 +121,6 @@ async def wire(runtime: Runtime) -> Wiring:
     async def close() -> None:
         await calls.finish()
         await updates.close()
-        await mesh.close()
         await engines.close()
         await channels.close()
 
@@ -126,4 +128,4 @@ async def wire(runtime: Runtime) -> Wiring:
     serve = serve_http(
         app, listener, runtime.stopping, tls_folder=folder, grace_s=settings.drain_grace_s
     )
-    return Wiring(services={}, tasks=[mesh.watch, mesh.sweep, serve], close=close)
+    return Wiring(services={}, tasks=[mesh.watch], servers=[serve], close=close)

@@ -23,11 +23,13 @@ from treadle.errors import TreadleError, error_from
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_core.transfers import next_transfers
 from treadle_runtime.calls import detached_context
+from treadle_runtime.errors import contain
 
 from treadle_migrator.convert import transfer_from
 from treadle_migrator.migrations import Endpoint, Migration, MigrationStore, Path, Prefix, State
 
 RETRY_S = 0.2  # a peer or NATS that restarts is back about then
+RETRY_FAILED_S = 5.0  # a defect that stops one move must not fill the log
 ASK_TIMEOUT_S = 5.0  # timeout of a read from the scheduler, which answers from memory
 RELEASE_TIMEOUT_S = (
     2.0  # an engine that is slower gets the next move, and drops the prefix by itself later
@@ -124,10 +126,19 @@ class Runner:
         migration_id = migration.migration_id
         asked_in = self._asked_in.pop(migration_id, None)
         task = group.create_task(
-            self._mover.move(migration), name=f"migration {migration_id}", context=asked_in
+            self._move(migration), name=f"migration {migration_id}", context=asked_in
         )
         self._tasks[migration_id] = task
         task.add_done_callback(lambda _: self._forget_task(migration_id))
+
+    async def _move(self, migration: Migration) -> None:
+        """Run a move to its end; one that fails unexpectedly is taken up again after a while."""
+        ended = False
+        with contain("a move", migration_id=migration.migration_id):
+            await self._mover.move(migration)
+            ended = True
+        if not ended:
+            await asyncio.sleep(RETRY_FAILED_S)
 
     def _forget_task(self, migration_id: str) -> None:
         del self._tasks[migration_id]

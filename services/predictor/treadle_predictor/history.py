@@ -75,6 +75,7 @@ class HistoryStore:
                 await self._bucket.put(kv_key(prompt_id), value)
             except nats.errors.Error as error:
                 log.warning("history not written, trying again", error=repr(error))
+                self._unwritten[prompt_id] = self._unwritten.pop(prompt_id)  # after the others
                 await asyncio.sleep(RETRY_S)
             else:
                 if value == self._encode(prompt_id):

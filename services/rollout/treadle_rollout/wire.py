@@ -18,6 +18,7 @@ from treadle_runtime.errors import (
     InvalidArgument,
     NotFound,
     StartError,
+    contain,
 )
 from treadle_runtime.server import Runtime, Wiring
 
@@ -102,14 +103,15 @@ async def wire(runtime: Runtime) -> Wiring:
         A sweep that NATS interrupts is taken up by the next one.
         """
         while True:
-            try:
-                await rollouts.sweep(
-                    time.time(),
-                    batch_replay_s=settings.batch_replay_s,
-                    retention_s=settings.retention_s,
-                )
-            except* nats.errors.Error as errors:
-                log.warning("sweep interrupted", error=repr(errors.exceptions[0]))
+            with contain("a sweep"):
+                try:
+                    await rollouts.sweep(
+                        time.time(),
+                        batch_replay_s=settings.batch_replay_s,
+                        retention_s=settings.retention_s,
+                    )
+                except* nats.errors.Error as errors:
+                    log.warning("sweep interrupted", error=repr(errors.exceptions[0]))
             await asyncio.sleep(SWEEP_PERIOD_S)
 
     async def close_at_drain() -> None:

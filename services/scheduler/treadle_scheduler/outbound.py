@@ -31,6 +31,7 @@ from treadle_core.events import (
     WeightsUpdated,
 )
 from treadle_runtime.bus import Bus
+from treadle_runtime.errors import contain
 from treadle_runtime.telemetry import Tracing
 
 from treadle_scheduler import convert, convert_engines
@@ -122,7 +123,8 @@ class Queues(Generic[T]):
             taken = [items.pop(key) for key in list(items)[: self._most]]
             if not items:
                 del self._items[address]
-            await self._work(address, taken)
+            with contain("an action for another service", address=address):
+                await self._work(address, taken)
         self._running[address] -= 1
         if not self._running[address]:
             del self._running[address]

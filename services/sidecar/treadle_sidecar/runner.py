@@ -26,7 +26,7 @@ from treadle_core.engine_queue.preemptive_queue import (
 )
 from treadle_core.model import DecodeCurve
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import NotFound, ResourceExhausted, TreadleError
+from treadle_runtime.errors import Internal, NotFound, ResourceExhausted, TreadleError, contain
 from treadle_runtime.http.sglang import EngineClient, EngineLost, EngineRefused
 
 from treadle_sidecar.convert import StepFacts
@@ -354,12 +354,16 @@ class StepRunner:
             step.emit(finished)
             self._note(finished)
             self.decide()
-            await self._bus.publish(
-                self._facts.finished(step.order, finished, step.record.output, before)
-            )
+            with contain("the fact of a finished step", ticket_id=ticket_id):
+                await self._bus.publish(
+                    self._facts.finished(step.order, finished, step.record.output, before)
+                )
         except TreadleError as error:
             self._contexts.remember(trajectory_id, step.record.context)
             step.emit(error)
+        except Exception:
+            log.exception("a step has failed unexpectedly", ticket_id=ticket_id)
+            step.emit(Internal("INTERNAL", "the step failed; the sidecar's log has more"))
         finally:
             step.end_attempt()
             del self._steps[ticket_id]
@@ -396,7 +400,8 @@ class StepRunner:
 
     async def _announce(self, step: RunningStep, started: Started) -> None:
         await step.wait_for_end_of_attempt(START_SENT_AFTER_S)
-        await self._bus.publish(self._facts.started(step.order, started))
+        with contain("the fact of a started step", ticket_id=step.order.ticket_id):
+            await self._bus.publish(self._facts.started(step.order, started))
 
     async def _run_attempt(self, step: RunningStep) -> Reason | None:
         """Run one attempt; return why the step ended, or None where it was preempted and needs

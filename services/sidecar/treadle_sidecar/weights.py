@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import structlog
 from treadle_core.model import INCOMPLETE
 from treadle_runtime.bus import Bus
-from treadle_runtime.errors import FailedPrecondition, InvalidArgument, TreadleError
+from treadle_runtime.errors import FailedPrecondition, Internal, InvalidArgument, TreadleError
 from treadle_runtime.http.sglang import EngineClient, EngineRefused
 
 from treadle_sidecar.convert import PushPart, StepFacts
@@ -396,6 +396,10 @@ async def _settle(change: Coroutine[Any, Any, T], ended: "asyncio.Future[T]") ->
         ended.set_result(await change)
     except TreadleError as error:
         ended.set_exception(error)
+    except Exception:
+        log.exception("a change of what the engine serves has failed unexpectedly")
+        said = "the change failed; the sidecar's log has more"
+        ended.set_exception(Internal("INTERNAL", said))
     finally:
         ended.cancel()
 

@@ -29,7 +29,13 @@ from tenacity import (
     wait_chain,
     wait_fixed,
 )
-from treadle_runtime.errors import FailedPrecondition, NotFound, ResourceExhausted, Unavailable
+from treadle_runtime.errors import (
+    FailedPrecondition,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+    contain,
+)
 from treadle_runtime.fields import like
 
 from treadle_tools.actions import Actions, Work
@@ -238,7 +244,7 @@ class Sessions:
         way."""
         async with asyncio.TaskGroup() as group:
             for session in list(self._sessions.values()):
-                group.create_task(self._recall(session))
+                group.create_task(self._recall_alone(session))
 
     async def open(self, opening: Opening) -> tuple[Session, Result]:
         """Open a session; return it and its first observation.
@@ -385,8 +391,12 @@ class Sessions:
                     log.info(
                         "idle session closed", session_id=session.session_id, tool=session.tool.name
                     )
-                    with contextlib.suppress(NotFound):
+                    with contain("an idle session"), contextlib.suppress(NotFound):
                         await self.close(session.session_id)
+
+    async def _recall_alone(self, session: Session) -> None:
+        with contain("a session that was taken over", session_id=session.session_id):
+            await self._recall(session)
 
     async def _recall(self, session: Session) -> None:
         """Take in, once, an answer of the sandbox that an earlier run may not have returned."""

@@ -1,6 +1,8 @@
 """Answer what concerns the whole fleet: its engines, models, load and health, and the sessions that
 it holds."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -12,11 +14,17 @@ from treadle_gateway.updates import Updates
 
 class Fleet:
     """Endpoints for the whole fleet. served_model: how models are named; empty: as the engines
-    do."""
+    do. stopping: set once the gateway drains."""
 
     def __init__(
-        self, mesh: MeshLink, engines: Engines, updates: Updates, served_model: str
+        self,
+        mesh: MeshLink,
+        engines: Engines,
+        updates: Updates,
+        served_model: str,
+        stopping: asyncio.Event,
     ) -> None:
+        self._stopping = stopping
         self._mesh = mesh
         self._engines = engines
         self._updates = updates
@@ -97,10 +105,12 @@ class Fleet:
 
     async def health(self, request: Request) -> Response:
         """Answer 200 while the mesh or engines can serve requests, which they cannot once all have
-        refused the wanted weights: GET /health."""
+        refused the wanted weights, nor while this gateway drains: GET /health."""
         await self._mesh.looked.wait()
         here, problem = self._mesh.visit is not None, self._mesh.no_weights
-        said = {"mesh": "there" if here else "away", "engines": len(self._mesh.engines)}
+        where = "draining" if self._stopping.is_set() else "there" if here else "away"
+        said = {"mesh": where, "engines": len(self._mesh.engines)}
         if here and problem is not None:
             return JSONResponse(said | {"weights": problem.reason}, 503)
-        return JSONResponse(said, 200 if here or self._engines.urls else 503)
+        serves = (here or self._engines.urls) and not self._stopping.is_set()
+        return JSONResponse(said, 200 if serves else 503)
