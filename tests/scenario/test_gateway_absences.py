@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -43,7 +44,6 @@ SHORT_S, LONG_S, VERY_LONG_S = 1.0, 3.0, 8.0  # absences, shorter and longer tha
 IDLE_S = 2.0  # then the gateway closes a session
 ANSWER_S = 120.0
 BACK_S = 60.0
-SPARE_CONNECTIONS = 4  # that an engine keeps open for another request; a client has three
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -110,13 +110,17 @@ class Doors:
             lambda: all(a >= b for a, b in zip(self.answered, wanted, strict=True)), ANSWER_S
         )
 
-    def connections(self) -> int:
-        """Those of all gateways to the mesh and to engines."""
-        ports = {int(url.rpartition(":")[2]) for url in self.urls}
-        return sum(
-            each.status == psutil.CONN_ESTABLISHED and each.laddr.port not in ports
+    async def connections(self) -> Counter[str]:
+        """Those of all gateways, by what they lead to."""
+        known = {each.url.rpartition(":")[2]: "engine" for each in self.made.engines}
+        known |= {each.address.rpartition(":")[2]: "sidecar" for each in self.made.sidecars}
+        known[self.nats.url.rpartition(":")[2]] = "nats"
+        http = {int(url.rpartition(":")[2]) for url in self.urls}
+        return Counter(
+            known.get(str(each.raddr.port), "scheduler")
             for gateway in self.gateways
             for each in psutil.Process(gateway.pid).net_connections()
+            if each.status == psutil.CONN_ESTABLISHED and each.laddr.port not in http
         )
 
     async def open_trajectories(self) -> int:
@@ -175,7 +179,6 @@ async def doors(
                 for talker in range(TALKERS):
                     talks.create_task(found.talk(number, named=talker % 2 == 0))
             await found.until_more_answers()
-            before = found.connections()
             yield found
             await found.until_mesh("there")
             await found.until_more_answers()
@@ -183,7 +186,13 @@ async def doors(
         assert [gateway.returncode for gateway in gateways] == [None] * GATEWAYS
         await until_said(found.open_trajectories, lambda number: number == 0, BACK_S)
         await until_said(found.clients, lambda number: number == GATEWAYS, BACK_S)
-        await until(lambda: found.connections() <= before + SPARE_CONNECTIONS, BACK_S)
+        # Of each gateway its watch and the client of the present visit have connections.
+        most = Counter(
+            nats=GATEWAYS,
+            scheduler=2 * GATEWAYS * (1 + standby),
+            sidecar=GATEWAYS * len(made.sidecars),
+        )
+        await until_said(found.connections, lambda now: now <= most, BACK_S)
         for gateway in gateways:
             gateway.terminate()
         assert [await gateway.wait() for gateway in gateways] == [0] * GATEWAYS

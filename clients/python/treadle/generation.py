@@ -229,6 +229,7 @@ class StepRun:
             await finish(self._abort())
             raise
         finally:
+            self._opening = None  # its result is a call, which keeps its connection open
             self._ended.set()
 
     def leave(self) -> bool:

@@ -12,6 +12,7 @@ visit ends the watch.
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -259,7 +260,7 @@ class MeshLink:
             log.warning("the mesh is there, but no client for it can be made", error=str(error))
             return None
         visit = Visit(client, self._make_sessions(client))
-        visits.create_task(self._run(visit))
+        visits.create_task(self._run(visit)).add_done_callback(_collect_garbage)
         log.info("the mesh is there", engines=len(self.engines))
         return visit
 
@@ -270,3 +271,9 @@ class MeshLink:
         finally:
             visit.end()
             self.visit = None if self.visit is visit else self.visit
+
+
+def _collect_garbage(_: "asyncio.Task[None]") -> None:
+    """Free the calls of a visit that is over: some are parts of cycles, each keeps its connection
+    open, and a service collects garbage rarely."""
+    gc.collect()
