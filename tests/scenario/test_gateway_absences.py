@@ -271,7 +271,7 @@ async def test_gateways_outlive_a_scheduler_that_is_killed_and_comes_back(
 ) -> None:
     """The mesh is away for longer than a gateway waits for it, and then for a moment."""
     async with doors(start_service, nats_server) as found:
-        await kill_scheduler(found, LONG_S)
+        await kill_scheduler(found, VERY_LONG_S)
         await found.until_mesh("there")
         await found.until_more_answers()
         await kill_scheduler(found, 0.0)
