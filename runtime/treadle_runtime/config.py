@@ -40,6 +40,9 @@ COMMON_PREFIX = "TREADLE_"
 
 S = TypeVar("S", bound="Settings")
 
+# a name or address without a port; *. for all names below one
+_HOST = re.compile(r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]")
+
 # Kubernetes adds these for a Service called treadle-<name>; nobody set them by hand.
 _KUBERNETES_LINK = re.compile(
     r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)?)$"
@@ -70,6 +73,21 @@ def addresses(value: str) -> str:
     form that would be right."""
     for each in value.split(","):
         address(each.strip())
+    return value
+
+
+def names_of(hosts: str) -> list[str]:
+    """Return the names in a setting of hosts, which commas separate."""
+    return [name.strip() for name in hosts.split(",") if name.strip()]
+
+
+def host_names(value: str) -> str:
+    """Return `value` if it is names of hosts with commas between. Raises ValueError."""
+    wrong = [name for name in names_of(value) if not _HOST.fullmatch(name)]
+    if wrong:
+        raise ValueError(
+            f"must be names of hosts without scheme and port, with commas between, not {wrong[0]}"
+        )
     return value
 
 
@@ -106,6 +124,7 @@ LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str
 OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(value))]
 OptionalAddresses = Annotated[str, AfterValidator(lambda value: value and addresses(value))]
 OptionalFolder = Annotated[str, AfterValidator(lambda value: value and _absolute(value))]
+Hosts = Annotated[str, AfterValidator(host_names)]
 NatsUrl = Annotated[
     str,
     AfterValidator(

@@ -101,7 +101,10 @@ class Prober:
         return self.engine.running and self.process.is_running()
 
     async def send(self, url: str, request: Hostile) -> Said:
-        async with self.http.post(f"{url}{request.path}", data=request.raw) as response:
+        kind = {"Content-Type": "application/json"}
+        async with self.http.post(
+            f"{url}{request.path}", data=request.raw, headers=kind
+        ) as response:
             raw = (await response.read()).decode()
             streamed = "event-stream" in response.headers.get("Content-Type", "")
             return Said(response.status, streamed, read(raw, streamed=streamed), raw[:300])

@@ -18,7 +18,7 @@ from support.fake_servicer import Refusal
 from support.mesh_in_process import FakeMesh, fake_mesh
 from treadle.adapters import calls
 from treadle.adapters.calls import Answer, Link, one_run, sampling_of
-from treadle.adapters.sessions import FEWEST_PAUSES, Sessions
+from treadle.adapters.sessions import FEWEST_PAUSES, OWN_TOKENS, Sessions
 from treadle.scheduler.v1 import scheduler_pb2
 
 PROMPT = [11, 12, 13]
@@ -304,6 +304,22 @@ async def test_a_link_that_cannot_be_opened_is_tried_again(
     link = await calls.link_to(mesh.address)
     assert (await link.generate(PROMPT, FIVE)).token_ids == expected(PROMPT)
     await calls.leave()
+
+
+async def test_idle_trajectories_have_a_most_number_of_tokens(mesh: FakeMesh) -> None:
+    """Of any sessions. Result: beyond it, those that are idle for longest are closed."""
+    now = 0.0
+    async with mesh.client() as client:
+        most = 3 * (OWN_TOKENS + len(PROMPT) + 6)
+        sessions = Sessions(client, 1800.0, 1800.0, lambda: now, idle_tokens=most)
+        opened = []
+        for number in range(5):
+            opened.append(await sessions.generate(f"s{number}", [number, *PROMPT], FIVE))
+            now += 1.0
+        assert (await sessions.sweep(), sessions.idle) == (2, 3)
+        assert list(mesh.scheduler.outcomes) == [each.trajectory_id for each in opened[:2]]
+        again = await sessions.generate("s0", [*opened[0].tokens, 7], FIVE)
+        assert again.tokens[: len(opened[0].tokens)] == opened[0].tokens
 
 
 async def test_idle_trajectories_make_room_for_a_first_step_that_waits(mesh: FakeMesh) -> None:

@@ -218,7 +218,12 @@ def browser_server() -> str:
     options = {
         # Before playwright's driver, which needs a library that a browser brings.
         "executablePath": chromium_path(),
-        "args": ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])],
+        "args": [
+            "--disable-dev-shm-usage",
+            # names of pages of somebody else, in tests of what such pages may do
+            "--host-resolver-rules=MAP *.evil.example 127.0.0.1",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+        ],
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(options, file)

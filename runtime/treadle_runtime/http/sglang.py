@@ -12,7 +12,6 @@ wrong tokens without an error.
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import (
     AsyncGenerator,
@@ -710,8 +709,8 @@ class SamplingField:
         many = self.kind in ("texts", "ids")
         if not all(type(each) in kinds for each in (value if many else (value,))):
             what = "hold values" if many else "be"
-            return f"must {what} of type {kinds[-1].__name__}, is {value!r}"
-        return "" if self.is_within(value) else f"must {self.bounds}, is {value!r}"
+            return f"must {what} of type {kinds[-1].__name__}, is {value!r:.100}"
+        return "" if self.is_within(value) else f"must {self.bounds}, is {value!r:.100}"
 
 
 _KINDS: Mapping[str, tuple[type, ...]] = {
@@ -732,7 +731,10 @@ SAMPLING: Mapping[str, SamplingField] = {
             lambda count: 0 < count <= LARGEST_INT32,
         ),
         SamplingField(
-            "temperature", "number", "be a finite number >= 0", lambda value: 0 <= value < math.inf
+            "temperature",
+            "number",
+            "be a finite number >= 0",
+            lambda value: 0 <= value <= LARGEST_FLOAT32,
         ),
         SamplingField("top_p", "number", "be in (0, 1]", lambda value: 0 < value <= 1),
         SamplingField(

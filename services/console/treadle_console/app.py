@@ -1,10 +1,9 @@
 """Serve the page, its stream of changes, one trajectory, the interactive page on long tails, and
 control over HTTP.
 
-Nothing but `/api/control` changes the mesh. A browser runs only scripts of this origin
-(Content-Security-Policy), and only requests that name this server are answered, so that a page of
-somebody else cannot read it through a name that leads here. Control takes JSON from pages of this
-server alone, with a key that no browser sends by itself.
+Nothing but `/api/control` changes the mesh, with a key that no browser sends by itself. A browser
+runs only scripts of this origin (Content-Security-Policy). `treadle_runtime.http.web` refuses pages
+of other origins, and names that lead here and are not this server's.
 
 Changes are server-sent events, at most two a second, each with what has changed. The id of an event
 is the cursor after it, so that a browser which reconnects (Last-Event-ID) continues where it was.
@@ -28,9 +27,9 @@ import grpc.aio
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
@@ -46,6 +45,7 @@ from treadle_core.rollouts.tail import (
     longest_by_formula,
     play_tail,
 )
+from treadle_runtime.http.web import read_json, refuse_errors, refuse_plainly
 
 from treadle_console import convert
 from treadle_console.control import Control
@@ -73,7 +73,7 @@ class Feed:
         if (
             epoch != self._epoch
             or len(numbers) != 3
-            or not all(each.isascii() and each.isdigit() for each in numbers)
+            or not all(each.isascii() and each.isdigit() and len(each) < 20 for each in numbers)
         ):
             return None
         return Cursor(*map(int, numbers))
@@ -202,8 +202,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
-SCHEMES = ("http", "https")  # a proxy in front uses the second
-MOST_CONTROL_BYTES = 512  # most bytes of a request that changes something
+MOST_BODY_BYTES = 512  # most bytes of a request that changes something
 HTTP_OF = {
     grpc.StatusCode.NOT_FOUND: 404,
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -243,7 +242,7 @@ class Pages:
 
     async def events(self, request: Request) -> Response:
         if self._feed.open >= MOST_PAGES:
-            return _refuse(503, f"{MOST_PAGES} pages are open, which is the most: close one")
+            return refuse_plainly(503, f"{MOST_PAGES} pages are open, which is the most: close one")
         last_id = request.headers.get("last-event-id", request.query_params.get("after", ""))
         return StreamingResponse(self._feed.events(last_id), media_type="text/event-stream")
 
@@ -261,39 +260,30 @@ class Pages:
         try:
             return JSONResponse(answer_tail(dict(request.query_params)))
         except QuestionError as error:
-            return _refuse(400, str(error))
+            return refuse_plainly(400, str(error))
 
     async def control(self, request: Request) -> Response:
         """Pause, resume, drain or undrain: {"action", "engine"}. Return {"errors"} by engine."""
         if not self._control.offered:
-            return _refuse(
+            return refuse_plainly(
                 404, "this console changes nothing: start it with TREADLE_CONSOLE_CONTROL_KEY"
             )
-        if request.headers.get("origin") not in [
-            f"{scheme}://{request.headers['host']}" for scheme in SCHEMES
-        ]:
-            return _refuse(403, "Origin: must be this console's own page")
-        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-            return _refuse(415, "Content-Type: must be application/json")
         if not await self._control.admits(request.headers.get("authorization", "")):
-            return _refuse(401, "the key is not that of this console (TREADLE_CONSOLE_CONTROL_KEY)")
+            return refuse_plainly(
+                401, "the key is not that of this console (TREADLE_CONSOLE_CONTROL_KEY)"
+            )
         try:
             action, engine = await _read_action(request)
             return JSONResponse({"errors": await self._control.act(action, engine)})
         except ValueError as error:
-            return _refuse(400, str(error))
+            return refuse_plainly(400, str(error))
         except grpc.aio.AioRpcError as error:
             return _refuse_as(error)
 
 
 async def _read_action(request: Request) -> tuple[str, str]:
     """Return the action and the engine of a request. Raises ValueError."""
-    body = b""
-    async for part in request.stream():
-        body += part
-        if len(body) > MOST_CONTROL_BYTES:
-            raise ValueError(f"the body: must have {MOST_CONTROL_BYTES} bytes at most")
-    wanted = json.loads(body)
+    wanted = await read_json(request)
     found = (
         [wanted.get(name, "") for name in ("action", "engine")] if isinstance(wanted, dict) else []
     )
@@ -303,15 +293,11 @@ async def _read_action(request: Request) -> tuple[str, str]:
 
 
 def _refuse_as(error: grpc.aio.AioRpcError) -> Response:
-    return _refuse(HTTP_OF.get(error.code(), 502), error.details() or error.code().name)
+    return refuse_plainly(HTTP_OF.get(error.code(), 502), error.details() or error.code().name)
 
 
-def _refuse(status: int, words: str) -> Response:
-    return JSONResponse({"error": words}, status)
-
-
-def make_app(pages: Pages, hosts: list[str]) -> Starlette:
-    """Return the application. hosts: names under which browsers may reach it."""
+def make_app(pages: Pages) -> Starlette:
+    """Return the application."""
     endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/": pages.index,
         "/api/events": pages.events,
@@ -321,9 +307,9 @@ def make_app(pages: Pages, hosts: list[str]) -> Starlette:
     routes: list[Any] = [Route(path, endpoint) for path, endpoint in endpoints.items()]
     routes.append(Route("/api/control", pages.control, methods=["POST"]))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))
-    middleware = [
-        Middleware(_SafeHeaders),
-        Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        Middleware(GZipMiddleware, minimum_size=1024),
-    ]
-    return Starlette(routes=routes, middleware=middleware)
+    middleware = [Middleware(_SafeHeaders), Middleware(GZipMiddleware, minimum_size=1024)]
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        exception_handlers={HTTPException: refuse_errors(refuse_plainly)},
+    )

@@ -1,24 +1,16 @@
 """Settings of the console, read once from TREADLE_CONSOLE_<NAME>."""
 
-import re
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
-from treadle_runtime.config import Settings, address, addresses, is_loopback
+from treadle_runtime.config import Hosts, Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 DEFAULT_MOST_TRAJECTORIES = (
     20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
 )
 LEAST_KEY_CHARS = 16
-# a name or address without a port; *. for all names below one
-HOST = re.compile(r"(\*\.)?[\w.-]+|\[[0-9a-fA-F:]+\]")
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
-
-
-def names_of(hosts: str) -> list[str]:
-    """Return the names in a setting, which commas separate."""
-    return [name.strip() for name in hosts.split(",") if name.strip()]
 
 
 class ConsoleSettings(Settings):
@@ -32,7 +24,7 @@ class ConsoleSettings(Settings):
 
     listen: str = "127.0.0.1:7399"
     http_listen: Address = "127.0.0.1:7400"
-    http_hosts: str = ""
+    http_hosts: Hosts = ""
     scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
     control_key: SecretStr = SecretStr("")
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
@@ -49,17 +41,6 @@ class ConsoleSettings(Settings):
                 "an end: openssl rand -hex 16"
             )
         return key
-
-    @field_validator("http_hosts")
-    @classmethod
-    def _names_hosts(cls, value: str) -> str:
-        wrong = [name for name in names_of(value) if not HOST.fullmatch(name)]
-        if wrong:
-            raise ValueError(
-                "must be names of hosts without scheme and port, with commas between, not "
-                f"{wrong[0]}"
-            )
-        return value
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:

@@ -6,17 +6,16 @@ import uuid
 from typing import cast
 
 from treadle.telemetry.v1.facts_pb2 import Fact
-from treadle_runtime.http.web import bind_http, serve_http
+from treadle_runtime.config import names_of
+from treadle_runtime.http.web import Edge, bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_console import convert
-from treadle_console.app import Feed, Pages, make_app
-from treadle_console.config import ConsoleSettings, names_of
+from treadle_console.app import MOST_BODY_BYTES, Feed, Pages, make_app
+from treadle_console.config import ConsoleSettings
 from treadle_console.control import Control
 from treadle_console.state import Mesh
 from treadle_console.watch import Watch
-
-LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 
 async def wire(runtime: Runtime) -> Wiring:
@@ -33,9 +32,11 @@ async def wire(runtime: Runtime) -> Wiring:
     await runtime.bus.catch_up()
     watch = Watch(mesh, runtime.follow(settings.scheduler, "scheduler"), runtime.channel)
     feed = Feed(mesh, uuid.uuid4().hex[:12], runtime.stopping, lambda: round(1e3 * time.time()))
-    hosts = [*LOCAL, settings.http_listen.rpartition(":")[0], *names_of(settings.http_hosts)]
     control = Control(watch.scheduler, runtime.channel, settings.control_key.get_secret_value())
     mesh.set_section("control", {"offered": control.offered})
-    app = make_app(Pages(feed, watch.scheduler, control), hosts)
-    serve = serve_http(app, listener, runtime.stopping, grace_s=settings.drain_grace_s)
+    app = make_app(Pages(feed, watch.scheduler, control))
+    hosts = [settings.http_listen.rpartition(":")[0], *names_of(settings.http_hosts)]
+    edge = Edge(hosts, "TREADLE_CONSOLE_HTTP_HOSTS", body_bytes=MOST_BODY_BYTES)
+    grace_s = settings.drain_grace_s
+    serve = serve_http(app, listener, runtime.stopping, edge=edge, grace_s=grace_s)
     return Wiring(services={}, tasks=watch.tasks, servers=[serve])

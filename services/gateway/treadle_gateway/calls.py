@@ -11,9 +11,9 @@ import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import treadle
@@ -30,6 +30,13 @@ log = structlog.get_logger()
 
 RETRY_S = 0.2  # between two attempts while no engine answers
 FINISH_S = 6.0  # at the end of the process: an abort at an engine has 5 s
+# How many answers of one request run at a time, and of all requests that have several: starting
+# one takes a millisecond of this process, and one that runs takes some 45 KB.
+AT_ONCE, MOST_OF_SEVERAL = 256, 8_192
+
+Turns = tuple[asyncio.Semaphore, asyncio.Semaphore]  # of one request, and of all
+T = TypeVar("T")
+W = TypeVar("W")
 
 
 @dataclass(eq=False)
@@ -72,6 +79,7 @@ class Calls:
         self._give_up_s, self._count = give_up_s, count
         self._running: set[_Running] = set()
         self._ending: set[asyncio.Task[None]] = set()
+        self._of_several = asyncio.Semaphore(MOST_OF_SEVERAL)
 
     @property
     def running(self) -> int:
@@ -95,27 +103,64 @@ class Calls:
             call.stop()
         return len(found)
 
-    async def run(self, order: Order) -> AsyncGenerator[Tokens | Ended, None]:
-        """Yield tokens as they come, then the end. Raises Refused."""
+    async def run_all(
+        self, wanted: Sequence[W], run: Callable[[W, Turns | None], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """Return the results of `run` for all answers that a request wants, in their order. Only
+        AT_ONCE of them run at a time, if `run` passes its turns on to `self.run`."""
+        turns = self._turns(len(wanted))
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run(each, turns)) for each in wanted]
+        return [task.result() for task in tasks]
+
+    async def stream_all(
+        self, orders: Sequence[Order]
+    ) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
+        """Yield the events of all orders of a request as they come, with the place of each. AT_ONCE
+        of them run at a time. Raises Refused."""
+        turns = self._turns(len(orders))
+        async with aclosing(_merge([self.run(order, turns) for order in orders])) as events:
+            async for event in events:
+                yield event
+
+    def _turns(self, answers: int) -> Turns | None:
+        """Return the turns of a request's answers; None for a single one, which waits for none."""
+        return (asyncio.Semaphore(AT_ONCE), self._of_several) if answers > 1 else None
+
+    async def run(
+        self, order: Order, turns: Turns | None = None
+    ) -> AsyncGenerator[Tokens | Ended, None]:
+        """Yield tokens as they come, then the end. turns: all of them are awaited first. Raises
+        Refused."""
         output, call = Output(), _Running(order.rid)
         self._running.add(call)
         try:
-            await self._mesh.looked.wait()
-            visit = self._mesh.visit
-            if visit is not None:
-                self._count("mesh")
-                async with aclosing(self._through_mesh(visit, order, call)) as events:
+            async with AsyncExitStack() as stack:
+                for turn in turns or ():
+                    await stack.enter_async_context(turn)
+                async with aclosing(self._run(order, output, call)) as events:
                     async for event in events:
-                        output.add(event)
                         yield event
-                if output.ended is not None:
-                    return
-            self._count("straight")
-            async with aclosing(self._straight(order, output, call)) as events:
-                async for event in events:
-                    yield event
         finally:
             self._running.discard(call)
+
+    async def _run(
+        self, order: Order, output: Output, call: _Running
+    ) -> AsyncGenerator[Tokens | Ended, None]:
+        await self._mesh.looked.wait()
+        visit = self._mesh.visit
+        if visit is not None:
+            self._count("mesh")
+            async with aclosing(self._through_mesh(visit, order, call)) as events:
+                async for event in events:
+                    output.add(event)
+                    yield event
+            if output.ended is not None:
+                return
+        self._count("straight")
+        async with aclosing(self._straight(order, output, call)) as events:
+            async for event in events:
+                yield event
 
     async def finish(self) -> None:
         """End the calls that still run, and wait for those that are being ended."""
@@ -292,7 +337,7 @@ async def _pump(visit: Visit, order: Order, put: Callable[[Event], None], call: 
     put(Ended(finish, trajectory.trajectory_id, step.cached_tokens))
 
 
-async def merge(
+async def _merge(
     streams: Sequence[AsyncGenerator[Tokens | Ended, None]],
 ) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
     """Yield what several generators yield, as it comes, with the place of each. Raises what one of

@@ -424,6 +424,6 @@ def _rids(body: dict[str, Any]) -> list[str]:
     given = body.get("rid") or uuid.uuid4().hex
     rids = given if isinstance(given, list) else [given]
     if not all(isinstance(rid, str) for rid in rids):
-        raise Refused(f"rid: must be a text, or a list of them, is {given!r}")
+        raise Refused(f"rid: must be a text, or a list of them, is {given!r:.100}")
     body["rid"] = given
     return rids

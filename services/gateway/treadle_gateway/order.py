@@ -5,17 +5,17 @@ ended.
 """
 
 import asyncio
-import json
 import re
 from collections.abc import Awaitable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from treadle import Sampling, VersionSpan
 from treadle.types import SEEDS
 from treadle_runtime.http.sglang import SAMPLING
+from treadle_runtime.http.web import hold, read_json
 
 Finish = Literal["stop", "length", "abort"]
 HIGHEST_ID = 2**31 - 1  # of a token, as an int32
@@ -23,6 +23,14 @@ EVENT_STREAM = "text/event-stream"
 # Headers that name a session, the first present one counts: SkyRL and prime-rl; SGLang's gateway.
 SESSION_HEADERS = ("x-session-id", "x-smg-routing-key")
 MOST_COPIES = 1024  # most answers to one prompt
+MOST_ANSWERS = 4096  # most answers to all prompts of a request
+MOST_REPEATED = 2**24  # most tokens of prompts that a request's answers have together
+MOST_BIAS = 3.4e38  # a float32
+MOST_STOP_IDS = 4096  # a request goes to an engine with them, for each answer
+MOST_NAME_CHARS = 1024  # of a session, a request or a model; each is kept, or repeated
+# What an answer takes that waits for its turn, and a token of its prompt: once in its trajectory,
+# and once in the answer, where that repeats it.
+ANSWER_BYTES, TOKEN_BYTES = 4096, 16
 # What the mesh does not carry, under the same names in all forms, and the value that changes
 # nothing.
 PENALTIES: Mapping[str, float] = {
@@ -45,8 +53,31 @@ NOT_FORWARDED = frozenset(
 ALTERNATIVES = ("top_logprobs_num", "top_logprobs", "logprobs")
 
 T = TypeVar("T")
+# A list; only its first wrong value is looked for, as there may be a million.
+Many = Annotated[list[T], Field(fail_fast=True)]
+Name = Annotated[str, Field(max_length=MOST_NAME_CHARS)]
+
+
+def _require_regex(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"a regular expression ({error})") from error
+    return pattern
+
+
+def _require_biases(given: dict[str, Any]) -> dict[str, Any]:
+    for token, bias in given.items():
+        named = token.isascii() and token.isdigit() and len(token) <= 10
+        if not named or type(bias) not in (int, float) or abs(bias) > MOST_BIAS:
+            raise ValueError(f"numbers to {MOST_BIAS:g} at most by token ids, has {token[:20]!r}")
+    return given
+
+
+# An engine gets them with each answer, and it takes long to compile a long expression.
+Stop = Annotated[str, Field(min_length=1, max_length=MOST_NAME_CHARS)]
+Regex = Annotated[str, Field(max_length=MOST_NAME_CHARS), AfterValidator(_require_regex)]
 Count = Annotated[int, Field(ge=0, le=HIGHEST_ID)]
-Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Fields(BaseModel):
@@ -55,12 +86,12 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     priority: Annotated[int, Field(ge=-HIGHEST_ID, le=HIGHEST_ID)] | None = None
-    session_id: str | None = None
-    conversation_id: str | None = None
-    routing_key: str | None = None
+    session_id: Name | None = None
+    conversation_id: Name | None = None
+    routing_key: Name | None = None
     nvext: dict[str, Any] | None = None
 
     @classmethod
@@ -73,7 +104,7 @@ class Fields(BaseModel):
             name, value = found[0]["loc"][0], repr(given.get(str(found[0]["loc"][0])))[:100]
             right = " or ".join(
                 dict.fromkeys(
-                    each["msg"].removeprefix("Input should be ")
+                    each["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
                     for each in found
                     if each["loc"][0] == name
                 )
@@ -94,10 +125,10 @@ class SamplingFields(Fields):
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]+$")], Weight] | None = None
-    stop: Annotated[str, Field(min_length=1)] | list[str] | None = None
-    stop_regex: re.Pattern[str] | list[re.Pattern[str]] | None = None
-    stop_token_ids: list[Count] | None = None
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_require_biases)] | None = None
+    stop: Stop | Many[Stop] | None = None
+    stop_regex: Regex | Many[Regex] | None = None
+    stop_token_ids: Annotated[Many[Count], Field(max_length=MOST_STOP_IDS)] | None = None
     regex: str | None = None
     ebnf: str | None = None
     stream_interval: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
@@ -112,7 +143,9 @@ class SamplingFields(Fields):
         for least in ("min_new_tokens", "min_tokens"):
             for most in ("max_new_tokens", "max_completion_tokens", "max_tokens"):
                 if (given.get(least) or 0) > (given.get(most) or HIGHEST_ID):
-                    raise Refused(f"{where}{least}: must be {most} at most, is {given[least]}")
+                    raise Refused(
+                        f"{where}{least}: must be {most} at most, is {given[least]!r:.100}"
+                    )
 
 
 @dataclass(frozen=True)
@@ -131,8 +164,8 @@ class Order:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise Refused(f"{self.prompt_field}: must have at least one token")
-        if not isinstance(self.rid, str):
-            raise Refused(f"rid: must be a text, is {self.rid!r}")
+        if not isinstance(self.rid, str) or len(self.rid) > 2 * MOST_NAME_CHARS:
+            raise Refused(f"rid: must be a text of {MOST_NAME_CHARS} characters at most")
         for name, value in vars(self.sampling).items():
             if value is not None and (problem := SAMPLING[name].problem(value)):
                 raise Refused(f"{name}: {problem}")
@@ -258,7 +291,7 @@ class Bounds:
         for name in ALTERNATIVES:
             counts, most = body.get(name), self.vocab_size or HIGHEST_ID
             if max(counts if isinstance(counts, list) else [counts or 0], default=0) > most:
-                raise Refused(f"{name}: must be {most} at most, is {counts!r}")
+                raise Refused(f"{name}: must be {most} at most, is {counts!r:.100}")
         given = body.get("sampling_params") or {}
         self._require_sampling(body, "")
         for sampling in given if isinstance(given, list) else [given]:
@@ -316,30 +349,43 @@ class CallerGone(Exception):  # noqa: N818 - what happened
     """Raised where the caller closed the connection before the answer."""
 
 
-def read_body(raw: bytes) -> dict[str, Any]:
+async def read_body(request: Request) -> dict[str, Any]:
     """Return a request's JSON object. Raises Refused."""
     try:
-        body = json.loads(raw or b"{}", parse_constant=_refuse_constant)
-        if b"\\ud" in raw or b"\\uD" in raw:  # half of a pair is no text
-            json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise Refused("the body must be JSON: it has one half of a surrogate pair") from error
-    except (ValueError, RecursionError) as error:
+        body = await read_json(request)
+    except ValueError as error:
         raise Refused(f"the body must be JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused("the body must be a JSON object")
     return body
 
 
-def _refuse_constant(name: str) -> None:
-    raise Refused(f"the body must be JSON, which has no {name}")
+def require_answers(prompts: int, copies: int) -> None:
+    """Raise Refused where a request wants too many answers."""
+    if prompts * copies > MOST_ANSWERS:
+        raise Refused(
+            f"n: {copies} answers to each of {prompts} prompts are {prompts * copies}; a request "
+            f"has {MOST_ANSWERS} at most, send several"
+        )
+
+
+def hold_answers(request: Request, orders: Sequence["Order"]) -> None:
+    """Count what the answers of a request take in memory, which is more than its body where a
+    prompt has many. Raises Refused, HTTPException."""
+    tokens = sum(len(order.prompt) for order in orders)
+    if len(orders) > 1 and tokens > MOST_REPEATED:
+        raise Refused(
+            f"n: the prompts of all {len(orders)} answers have {tokens} tokens together; a request "
+            f"has {MOST_REPEATED} at most, send several"
+        )
+    hold(request, ANSWER_BYTES * len(orders) + TOKEN_BYTES * tokens)
 
 
 def session_of(request: Request, body: Mapping[str, Any]) -> str:
     """Return the session that a request names; empty where it names none."""
     for header in SESSION_HEADERS:
         if value := request.headers.get(header):
-            return value
+            return _require_name(header, value)
     nvext = body.get("nvext")
     context = nvext.get("agent_context") if isinstance(nvext, dict) else None
     found = (
@@ -347,9 +393,15 @@ def session_of(request: Request, body: Mapping[str, Any]) -> str:
         or (context.get("trajectory_id") if isinstance(context, dict) else "")
         or ""
     )
-    if not isinstance(found, str):
-        raise Refused(f"session_id: must be a text, is {found!r}")
-    return found
+    return _require_name("session_id", found)
+
+
+def _require_name(field: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) > MOST_NAME_CHARS:
+        raise Refused(
+            f"{field}: must be a text of {MOST_NAME_CHARS} characters at most, is {value!r:.100}"
+        )
+    return value
 
 
 async def run_unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -7,6 +7,7 @@ tokens of the text that follows them.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -40,6 +41,23 @@ class TextModel:
         """Return the token ids of a text. special: add the tokens with which the model begins a
         text, if it has some."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode_prompt(self, field: str, text: str, context_tokens: int) -> list[int]:
+        """Return the token ids of a prompt that a caller wrote in this field. context_tokens: of
+        the longest sequence that an engine takes; 0: not known. Raises Refused for a text that
+        fits in no number of tokens, which would be read for seconds."""
+        if 0 < context_tokens < len(text) and len(text) > context_tokens * self._longest_token:
+            raise Refused(
+                f"{field}: has {len(text)} characters, more than the {context_tokens} tokens of "
+                "this model's maximum context length can have; shorten the prompt",
+                code="context_length_exceeded",
+            )
+        return self.encode(text)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Return the most characters of a token."""
+        return max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Return the text of tokens."""

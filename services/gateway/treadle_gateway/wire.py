@@ -12,14 +12,15 @@ from treadle.certificates import Certificates
 from treadle.connection import Mesh
 from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_runtime.calls import Channels
+from treadle_runtime.config import names_of
 from treadle_runtime.errors import StartError
-from treadle_runtime.http.web import bind_http, serve_http
+from treadle_runtime.http.web import Edge, bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring, receive_limit_bytes
 
 from treadle_gateway.calls import Calls
 from treadle_gateway.config import GatewaySettings
 from treadle_gateway.engines import Engines, Proxy
-from treadle_gateway.http.app import make_app
+from treadle_gateway.http.app import make_app, write_refusal
 from treadle_gateway.http.chat import Chat
 from treadle_gateway.http.control import Control
 from treadle_gateway.http.fleet import Fleet
@@ -27,6 +28,7 @@ from treadle_gateway.http.openai_api import OpenaiApi
 from treadle_gateway.http.sglang_api import SglangApi
 from treadle_gateway.http.vllm_api import VllmApi
 from treadle_gateway.mesh import MeshLink
+from treadle_gateway.order import Refused
 from treadle_gateway.text import TextModel
 from treadle_gateway.updates import Updates
 
@@ -57,7 +59,8 @@ async def wire(runtime: Runtime) -> Wiring:
         )
 
     def make_sessions(client: treadle.Client) -> Sessions:
-        return Sessions(client, settings.idle_s, settings.unnamed_idle_s, time.monotonic)
+        limits = settings.idle_s, settings.unnamed_idle_s
+        return Sessions(client, *limits, time.monotonic, idle_tokens=settings.idle_tokens)
 
     def make_connection() -> Mesh:
         folder = settings.tls_folder
@@ -124,8 +127,19 @@ async def wire(runtime: Runtime) -> Wiring:
         await engines.close()
         await channels.close()
 
-    folder = settings.tls_folder
+    edge = Edge(
+        [settings.http_listen.rpartition(":")[0], *names_of(settings.http_hosts)],
+        "TREADLE_GATEWAY_HTTP_HOSTS",
+        settings.max_message_bytes,
+        settings.held_bytes,
+        lambda status, words: write_refusal(Refused(words, status)),
+    )
     serve = serve_http(
-        app, listener, runtime.stopping, tls_folder=folder, grace_s=settings.drain_grace_s
+        app,
+        listener,
+        runtime.stopping,
+        edge=edge,
+        tls_folder=settings.tls_folder,
+        grace_s=settings.drain_grace_s,
     )
     return Wiring(services={}, tasks=[mesh.watch], servers=[serve], close=close)

@@ -48,6 +48,8 @@ RECENT_PAUSES, FEWEST_PAUSES = 256, 16
 # over: those with the longest tools are often the ones that a rollout waits for.
 RARE, MARGIN = 0.05, 4.0
 NAMED_AT_FIRST_S, UNNAMED_AT_FIRST_S = 60.0, 1.0  # until pauses are known
+# What an idle trajectory takes beside its tokens, in tokens of 40 bytes.
+OWN_TOKENS = 256
 REMEMBERED_S = 300.0  # for which a closed trajectory that gets another turn is recognised
 
 _log = logging.getLogger("treadle")
@@ -136,7 +138,8 @@ class _Pauses:
 class Sessions:
     """Open trajectories of one client. idle_s, unnamed_idle_s: seconds after which an idle
     trajectory of a session, and of requests without one, is closed. now: seconds that never go
-    back."""
+    back. idle_tokens: of all idle trajectories; beyond it, those that are idle for longest are
+    closed; None: no limit."""
 
     def __init__(
         self,
@@ -144,7 +147,10 @@ class Sessions:
         idle_s: float,
         unnamed_idle_s: float,
         now: Callable[[], float] = time.monotonic,
+        *,
+        idle_tokens: int | None = None,
     ) -> None:
+        self._idle_tokens = idle_tokens
         self._client, self._idle_s, self._unnamed_idle_s, self._now = (
             client,
             idle_s,
@@ -226,8 +232,8 @@ class Sessions:
 
     async def sweep(self) -> int:
         """Close idle trajectories that will probably have no other turn: those at their time limit,
-        and, while first steps wait for room, two more for each such step. Return their number. Call
-        it each SWEEP_S."""
+        those beyond the limit of tokens, and, while first steps wait for room, two more for each
+        such step. Return their number. Call it each SWEEP_S."""
         now = self._now()
         old: list[_Old] = []
         if now >= self._next_expiry_s:
@@ -241,6 +247,7 @@ class Sessions:
                 for each, before_s in limits.items()
                 for found in self._remove_older(each, before_s)
             ]
+            old += self._remove_beyond_limit()
             for session, closed in list(self._closed.items()):
                 closed.remove_older(now - REMEMBERED_S)
                 if not closed.places:
@@ -318,10 +325,35 @@ class Sessions:
             for since_s, _ in found
             if since_s < over_s[bool(session)]
         ]
-        removed = [
-            (*self._idle[session].remove(place, 0), session)
-            for _, session, place in sorted(over)[:most]
-        ]
+        return self._remove(sorted(over)[:most])
+
+    def _remove_beyond_limit(self) -> list[_Old]:
+        """Remove the trajectories that are idle for longest, until the others are within the limit
+        of tokens."""
+        held = sum(
+            count * (length + OWN_TOKENS)
+            for idle in self._idle.values()
+            for length, count in idle.lengths.items()
+        )
+        if self._idle_tokens is None or held <= self._idle_tokens:
+            return []
+        beyond: list[tuple[float, str, Place]] = []
+        for since_s, session, place in sorted(
+            (since_s, session, place)
+            for session, idle in self._idle.items()
+            for place, found in idle.places.items()
+            for since_s, _ in found
+        ):
+            if held <= self._idle_tokens:
+                break
+            beyond.append((since_s, session, place))
+            held -= place[0] + OWN_TOKENS
+        _log.info("%s idle trajectories are closed: they are too many", len(beyond))
+        return self._remove(beyond)
+
+    def _remove(self, oldest: Sequence[tuple[float, str, Place]]) -> list[_Old]:
+        """Remove the oldest trajectories at these places of sessions, and return them."""
+        removed = [(*self._idle[session].remove(place, 0), session) for _, session, place in oldest]
         for _, _, session in removed:
             self._forget_empty(session)
         return removed

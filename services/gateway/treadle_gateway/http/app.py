@@ -5,13 +5,15 @@ from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from treadle_runtime.http.web import refuse_errors
 
-from treadle_gateway.http.control import Control, refuse
+from treadle_gateway.http.control import READ, RUN, Control, refuse
 from treadle_gateway.http.fleet import Fleet
 from treadle_gateway.http.openai_api import OpenaiApi
 from treadle_gateway.http.sglang_api import SglangApi
@@ -52,7 +54,7 @@ class KeyCheck:
                 refusal = Refused(
                     "Authorization: must be `Bearer KEY`, with the key of this gateway", 401
                 )
-                await _answer(refusal)(scope, receive, send)
+                await write_refusal(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -77,7 +79,13 @@ def make_app(
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={Refused: _refuse, CallerGone: _forget},
+        exception_handlers={
+            Refused: _refuse,
+            CallerGone: _forget,
+            HTTPException: refuse_errors(
+                lambda status, words: write_refusal(Refused(words, status))
+            ),
+        },
     )
 
 
@@ -133,7 +141,7 @@ def _training_of_one(control: Control) -> Paths:
     return {
         "/pause_generation": (control.pause, ["POST"]),
         "/continue_generation": (control.go_on, ["POST"]),
-        "/flush_cache": (control.flush, ["GET", "POST"]),
+        "/flush_cache": (control.flush, ["GET", "POST"]),  # a GET flushes nothing
         "/abort_request": (control.abort, ["POST"]),
         "/update_weights_from_disk": (control.load_weights, ["POST"]),
         "/update_weights_from_{way}": (control.push_weights, ["POST"]),
@@ -141,8 +149,8 @@ def _training_of_one(control: Control) -> Paths:
         "/end_weight_update": (control.end_update, ["POST"]),
         "/init_weights_update_group": (control.join_group, ["POST"]),
         "/destroy_weights_update_group": (control.leave_group, ["POST"]),
-        "/release_memory_occupation": (control.sleep, ["GET", "POST"]),
-        "/resume_memory_occupation": (control.wake, ["GET", "POST"]),
+        "/release_memory_occupation": (control.sleep, ["POST"]),
+        "/resume_memory_occupation": (control.wake, ["POST"]),
         "/get_weight_version": (control.weight_version, ["GET"]),
         "/update_weight_version": (
             refuse("name the version with the weights: weight_version"),
@@ -160,7 +168,8 @@ def _engine(sglang: SglangApi, control: Control) -> Paths:
         "/health": (control.health, ["GET"]),
         "/health_generate": (control.health, ["GET"]),
         "/v1/loads": (control.load, ["GET"]),
-        "/{path:path}": (control.other, ["GET", "POST"]),
+        **{f"/{path}": (control.pass_on(path), ["GET"]) for path in READ},
+        **{f"/{path}": (control.pass_on(path), ["POST"]) for path in RUN},
     }
 
 
@@ -173,10 +182,10 @@ def _routes(prefix: str, paths: Paths) -> list[Route]:
 
 async def _refuse(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, Refused)
-    return _answer(refusal)
+    return write_refusal(refusal)
 
 
-def _answer(refusal: Refused) -> Response:
+def write_refusal(refusal: Refused) -> Response:
     """Return a refusal in the form that both SGLang's and OpenAI's clients read."""
     error = {
         "message": str(refusal),

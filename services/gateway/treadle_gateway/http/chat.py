@@ -11,6 +11,7 @@ instructions, tools that are functions, reasoning that the caller returns. Tools
 itself, files and images are refused, with the name of the field.
 """
 
+import hashlib
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -147,7 +148,7 @@ class Chat:
         self._engines, self._mesh, self._model, self._names = engines, mesh, model, names
         self.retokenised = 0
         self._parsers: _Parsers | None = None
-        self._thinks: dict[str, bool] = {}  # whether an answer begins within its reasoning
+        self._thinks: dict[bytes, bool] = {}  # whether an answer begins within its reasoning
 
     async def render(
         self, session: str, body: Mapping[str, Any], known: Sequence[int] = ()
@@ -252,7 +253,8 @@ class Chat:
             messages.append(body["messages"][-1])
             asked["continue_final_message"] = True
         asked["messages"] = messages
-        key = json.dumps(asked, sort_keys=True)
+        # a caller's fields may be long, and their digest is not
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).digest()
         if key not in self._thinks:
             token = str(require_model(self._model).encode("a", special=False)[0])
             asked |= {"max_tokens": 1, "temperature": 0, "logit_bias": {token: 100}}
@@ -298,7 +300,7 @@ def as_chat(body: Mapping[str, Any], before: Sequence[Any]) -> dict[str, Any]:
         raise Refused("tools: must be a list")
     form = _object(_object(body, "text"), "format", "text.")
     if form.get("type", "text") != "text":
-        raise Refused(f"text.format: only text is served, is {form['type']!r}")
+        raise Refused(f"text.format: only text is served, is {form['type']!r:.100}")
     messages = list(before)
     if instructions := body.get("instructions"):
         # Instructions of the response before do not hold any more.
@@ -335,7 +337,7 @@ def _object(body: Mapping[str, Any], name: str, path: str = "") -> Mapping[str, 
     """Return the object in a field; empty where there is none. Raises Refused."""
     found = body.get(name) or {}
     if not isinstance(found, dict):
-        raise Refused(f"{path}{name}: must be an object, is {found!r}")
+        raise Refused(f"{path}{name}: must be an object, is {found!r:.100}")
     return found
 
 
@@ -373,7 +375,7 @@ def _item(at: int, item: Any) -> Iterator[dict[str, Any]]:
     elif kind != "reasoning":  # templates leave reasoning out of earlier turns
         raise Refused(
             f"input[{at}].type: message, function_call, function_call_output or reasoning, is "
-            f"{kind!r}"
+            f"{kind!r:.100}"
         )
 
 

@@ -26,28 +26,22 @@ from treadle_runtime.http.sglang import EngineClient
 from treadle_gateway.calls import Calls
 from treadle_gateway.engines import Engines, Proxy
 from treadle_gateway.mesh import KnownEngine, MeshLink
-from treadle_gateway.order import Count, Fields, Refused, read_body
+from treadle_gateway.order import Count, Fields, Many, Refused, read_body
 from treadle_gateway.updates import Updates, Way
 
 ENDS_STEPS = {"abort": True, "keep": False, "in_place": False, "retract": False, "wait": False}
-# Paths that an engine answers itself: they change neither its weights nor what it runs.
-PASSED_ON = frozenset(
+# Paths that an engine answers itself, by GET and by POST: none changes its weights or what it runs.
+READ = frozenset(
     {"server_info", "get_server_info", "model_info", "get_model_info", "v1/models", "get_load"}
+    | {"metrics"}
 )
-PASSED_ON |= {
-    "metrics",
-    "weights_checker",
-    "start_profile",
-    "stop_profile",
-    "freeze_gc",
-    "tokenize",
-}
+RUN = frozenset({"weights_checker", "start_profile", "stop_profile", "freeze_gc", "tokenize"})
 
 
 class TokenizeFields(Fields):
     """Fields of SGLang's /tokenize and /detokenize."""
 
-    tokens: list[Count] | list[list[Count]] | None = None
+    tokens: Many[Count] | Many[Many[Count]] | None = None
 
 
 class Control:
@@ -66,7 +60,7 @@ class Control:
         """Pause the engines: POST /pause_generation, /pause?mode=."""
         mode = request.query_params.get("mode") or (await _body(request)).get("mode") or "abort"
         if not isinstance(mode, str) or mode not in ENDS_STEPS:
-            raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r}")
+            raise Refused(f"mode: must be one of {', '.join(ENDS_STEPS)}, is {mode!r:.100}")
         engines = self._scope(request)
         self._updates.forget_failed(engines)
         message = engine_pb2.PauseRequest(
@@ -97,9 +91,13 @@ class Control:
         return await _said(work(), "continued")
 
     async def flush(self, request: Request) -> Response:
-        """Empty the engines' caches: GET, POST /flush_cache, /reset_prefix_cache. An engine that
-        runs something refuses."""
-        return await _said(self._flush(self._scope(request)), "flushed")
+        """Empty the engines' caches: POST /flush_cache, /reset_prefix_cache. An engine that runs
+        something refuses. A GET changes nothing, as any web page may cause one: it answers whether
+        the engines run nothing, which is what slime waits for."""
+        engines = self._scope(request)
+        if request.method == "POST":
+            return await _said(self._flush(engines), "flushed")
+        return await _said(self._busy(engines), "the engines run nothing; POST flushes")
 
     async def abort(self, request: Request) -> Response:
         """End calls of this gateway with the tokens that they have: POST /abort_request. For one
@@ -258,7 +256,8 @@ class Control:
             if engine.url == url:
                 return JSONResponse({"status": "accepted", "worker_id": engine.engine_id}, 202)
         raise Refused(
-            f"url: no sidecar has told of an engine at {url!r}; start one beside it and ask again",
+            f"url: no sidecar has told of an engine at {url!r:.100}; start one beside it and ask "
+            "again",
             409,
         )
 
@@ -267,19 +266,17 @@ class Control:
         /workers/{engine_id}."""
         return JSONResponse({"status": "accepted", "worker_id": self._one(request).engine_id}, 202)
 
-    async def other(self, request: Request) -> Response:
-        """Forward what an engine answers itself, below /engines/{engine_id}/."""
-        path = request.path_params["path"]
-        if path not in PASSED_ON:
-            raise Refused(
-                f"/engines/{{engine_id}}/{path}: is not carried; what goes around the mesh would "
-                "undo it",
-                404,
+    def pass_on(self, path: str) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint below /engines/{engine_id} that forwards what an engine answers
+        itself."""
+
+        async def endpoint(request: Request) -> Response:
+            query = f"?{request.url.query}" if request.url.query else ""
+            return await self._pass_on(
+                self._one(request), request.method, f"/{path}{query}", await request.body()
             )
-        query = f"?{request.url.query}" if request.url.query else ""
-        return await self._pass_on(
-            self._one(request), request.method, f"/{path}{query}", await request.body()
-        )
+
+        return endpoint
 
     def _scope(self, request: Request) -> list[KnownEngine]:
         """Return the engines that a call is for. Raises Refused, also while the mesh is away."""
@@ -293,7 +290,9 @@ class Control:
         engine_id = request.path_params["engine_id"]
         engine = self._link.engines.get(engine_id)
         if engine is None:
-            raise Refused(f"engine_id: no engine {engine_id!r} is registered; see /workers", 404)
+            raise Refused(
+                f"engine_id: no engine {engine_id!r:.100} is registered; see /workers", 404
+            )
         return engine
 
     async def _flush(self, engines: list[KnownEngine]) -> dict[str, str]:
@@ -310,6 +309,15 @@ class Control:
             for engine in engines:
                 group.create_task(one(engine))
         return errors
+
+    async def _busy(self, engines: list[KnownEngine]) -> dict[str, str]:
+        """Return how much engines run, by their ids, without those that run nothing."""
+        loads = await asyncio.gather(*map(self._updates.load_of, engines))
+        steps = {
+            engine.engine_id: load.running_steps + load.waiting_steps
+            for engine, load in zip(engines, loads, strict=True)
+        }
+        return {engine_id: f"has {count} steps" for engine_id, count in steps.items() if count}
 
     async def _pass_on(self, engine: KnownEngine, method: str, path: str, raw: bytes) -> Response:
         async def forward(client: EngineClient) -> Response:
@@ -344,14 +352,14 @@ def _urls(engines: Collection[KnownEngine]) -> set[str]:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    return read_body(await request.body())
+    return await read_body(request)
 
 
 async def _tags(request: Request) -> list[str]:
     """Return the tags of memory that a request names; none: all."""
     tags = request.query_params.getlist("tags") or (await _body(request)).get("tags") or []
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
-        raise Refused(f"tags: must be a list of texts, is {tags!r}")
+        raise Refused(f"tags: must be a list of texts, is {tags!r:.100}")
     return tags
 
 

@@ -7,7 +7,7 @@ ids of its prompt and of its answer, as in SGLang and vLLM. A response is a chat
 its messages are kept in memory for `previous_response_id`.
 """
 
-import asyncio
+import json
 import time
 import uuid
 from array import array
@@ -22,8 +22,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
+from treadle_runtime.http.web import weigh
 
-from treadle_gateway.calls import Calls, merge
+from treadle_gateway.calls import Calls, Turns
 from treadle_gateway.engines import Proxy
 from treadle_gateway.http.chat import ECHOED, Chat, Message, Reading, as_chat, said_message
 from treadle_gateway.http.forms import (
@@ -43,15 +44,19 @@ from treadle_gateway.order import (
     Count,
     Ended,
     Fields,
+    Many,
+    Name,
     Order,
     Output,
     Refused,
     SamplingFields,
     Tokens,
+    hold_answers,
     read_body,
     read_new_tokens,
     read_stops,
     read_tokens,
+    require_answers,
     require_room,
     run_unless_gone,
     session_of,
@@ -103,14 +108,14 @@ NEUTRAL: Mapping[str, float] = {**PENALTIES, "min_tokens": 0, "top_logprobs": 0,
 NOTHING_IF_EMPTY = ("logit_bias", "stop_regex", "custom_params")
 TRUE_BY_DEFAULT = frozenset({"separate_reasoning", "stream_reasoning"})
 PARSE_EVERY_S = 0.05  # a stream that has reasoning is parsed as a whole each time
-REMEMBERED_RESPONSES = 2_000
+REMEMBERED_RESPONSES, REMEMBERED_BYTES = 2_000, 256 * 1024**2
 COMPLETION_TOKENS = 16  # OpenAI's and SGLang's default
 
 
 class SharedFields(SamplingFields):
     """Fields of chats and completions, OpenAI's and SGLang's."""
 
-    rid: str | None = None
+    rid: Name | None = None
     max_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool | None = None
@@ -129,11 +134,11 @@ class SharedFields(SamplingFields):
 class ChatFields(SharedFields):
     """Fields of a chat."""
 
-    messages: list[Any] | None = None
+    messages: Many[Any] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=HIGHEST_ID)] | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
@@ -164,7 +169,7 @@ class ResponsesFields(Fields):
     metadata: dict[str, Any] | None = None
     instructions: str | None = None
     parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     max_tool_calls: Count | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -174,13 +179,14 @@ class ResponsesFields(Fields):
 @dataclass(frozen=True)
 class Conversation:
     """Conversation up to a response, and with it. messages: of a chat. tokens: as they were
-    sampled."""
+    sampled. bytes: of memory, by estimate."""
 
     messages: list[Any]
     tokens: "array[int]"
+    bytes: int
 
 
-NEW = Conversation([], array("i"))
+NEW = Conversation([], array("i"), 0)
 
 
 def carries(body: Mapping[str, Any], known: frozenset[str]) -> bool:
@@ -250,10 +256,11 @@ class OpenaiApi:
         self._chat, self._model = chat, model
         # conversations by the id of their last response
         self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._remembered_bytes = 0
 
     async def chat(self, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
-        body = _without_null(read_body(await request.body()))
+        body = _without_null(await read_body(request))
         ChatFields.check(body)
         session = session_of(request, body)
         filled = await self._chat.fill(body)
@@ -264,8 +271,12 @@ class OpenaiApi:
 
     async def complete(self, request: Request) -> Response:
         """Answer POST /v1/completions."""
-        body = _without_null(read_body(await request.body()))
+        body = _without_null(await read_body(request))
         CompletionFields.check(body)
+        prompt: Any = body.get("prompt")
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        copies = max(body.get("n") or 1, body.get("best_of") or 1)
+        require_answers(len(prompt) if several else 1, copies)
         session = session_of(request, body)
         if not carries(body, COMPLETION) or body.get("logprobs") not in (None, False, 0):
             return await self._proxy.forward(request, body, session)
@@ -276,16 +287,16 @@ class OpenaiApi:
 
     async def respond(self, request: Request) -> Response:
         """Answer POST /v1/responses."""
-        given = read_body(await request.body())
+        given = await read_body(request)
         ResponsesFields.check(given)
         previous = given.get("previous_response_id")
         if not isinstance(previous, str | None):
-            raise Refused(f"previous_response_id: must be a text, is {previous!r}")
+            raise Refused(f"previous_response_id: must be a text, is {previous!r:.100}")
         before = NEW if previous is None else self._conversations.get(previous)
         if before is None:
             raise Refused(
-                f"previous_response_id: {previous!r} is not known here (any more); send the whole "
-                "input",
+                f"previous_response_id: {previous!r:.100} is not known here (any more); send the "
+                "whole input",
                 404,
             )
         body = await self._chat.fill(as_chat(given, before.messages) | {"stream_reasoning": False})
@@ -306,12 +317,21 @@ class OpenaiApi:
 
         def remember(answer: Answer) -> None:
             tokens = array("i", [*answer.order.prompt, *answer.output.token_ids])
-            conversation = Conversation([*body["messages"], said_message(answer.message)], tokens)
-            self._conversations[form.response_id] = conversation
-            if len(self._conversations) > REMEMBERED_RESPONSES:
-                self._conversations.popitem(last=False)
+            messages = [*body["messages"], said_message(answer.message)]
+            self._remember(form.response_id, messages, tokens)
 
         return await self._answer(request, ask, form, remember)
+
+    def _remember(self, response_id: str, messages: list[Any], tokens: "array[int]") -> None:
+        """Keep a conversation, and forget the oldest ones that are too many or too large."""
+        size = weigh(json.dumps(messages).encode()) + len(tokens) * tokens.itemsize
+        self._conversations[response_id] = Conversation(messages, tokens, size)
+        self._remembered_bytes += size
+        while (
+            len(self._conversations) > REMEMBERED_RESPONSES
+            or self._remembered_bytes > REMEMBERED_BYTES
+        ):
+            self._remembered_bytes -= self._conversations.popitem(last=False)[1].bytes
 
     async def _ask_chat(self, body: Mapping[str, Any], session: str) -> Ask:
         if not isinstance(body.get("messages"), list) or not body["messages"]:
@@ -367,7 +387,10 @@ class OpenaiApi:
             else [(f"prompt[{at}]", each) for at, each in enumerate(given)]
         )
         return [
-            (where, require_model(self._model).encode(each))
+            (
+                where,
+                require_model(self._model).encode_prompt(where, each, self._mesh.context_tokens),
+            )
             if isinstance(each, str)
             else (where, read_tokens(where, each))
             for where, each in named
@@ -396,10 +419,11 @@ class OpenaiApi:
         """Answer a request whose prompts are token ids. note: called with each answer once it is
         whole."""
         orders = self._orders(ask)
+        hold_answers(request, orders)
         if ask.stream:
             events = self._stream(ask, orders, form, note)
             return StreamingResponse(events, media_type=EVENT_STREAM)
-        outputs = await run_unless_gone(request, self._run_all(orders))
+        outputs = await run_unless_gone(request, self._calls.run_all(orders, self._run))
         answers = [
             await self._read(ask, order, output)
             for order, output in zip(orders, outputs, strict=True)
@@ -408,14 +432,9 @@ class OpenaiApi:
             note(answer)
         return JSONResponse(form.whole(ask, answers))
 
-    async def _run_all(self, orders: Sequence[Order]) -> list[Output]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._run(order)) for order in orders]
-        return [task.result() for task in tasks]
-
-    async def _run(self, order: Order) -> Output:
+    async def _run(self, order: Order, turns: Turns | None) -> Output:
         output = Output()
-        async with aclosing(self._calls.run(order)) as events:
+        async with aclosing(self._calls.run(order, turns)) as events:
             async for event in events:
                 output.add(event)
         return output
@@ -454,7 +473,7 @@ class OpenaiApi:
         try:
             for first in form.begin(ask):
                 yield first
-            async with aclosing(merge([self._calls.run(order) for order in orders])) as events:
+            async with aclosing(self._calls.stream_all(orders)) as events:
                 async for at, event in events:
                     saying = sayings[at]
                     await self._listen(ask, saying, event)

@@ -6,7 +6,6 @@ grammar, ...) is forwarded to an engine as it is and answered as the engine answ
 answers them.
 """
 
-import asyncio
 import json
 import time
 import uuid
@@ -20,7 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
 
-from treadle_gateway.calls import Calls, merge
+from treadle_gateway.calls import Calls, Turns
 from treadle_gateway.engines import Proxy
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
@@ -28,15 +27,19 @@ from treadle_gateway.order import (
     PENALTIES,
     Count,
     Fields,
+    Many,
+    Name,
     Order,
     Output,
     Refused,
     SamplingFields,
     Tokens,
+    hold_answers,
     read_body,
     read_new_tokens,
     read_stops,
     read_tokens,
+    require_answers,
     require_room,
     run_unless_gone,
     session_of,
@@ -89,14 +92,14 @@ del CHECKED["max_new_tokens"], CHECKED["stop"]
 class GenerateFields(Fields):
     """Fields of SGLang's GenerateReqInput."""
 
-    text: str | list[str] | None = None
-    rid: str | list[str] | None = None
-    extra_key: str | list[str] | None = None
-    cache_salt: str | list[str] | None = None
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: int | list[int] | None = None
-    top_logprobs_num: Count | list[Count] | None = None
-    token_ids_logprob: list[Count] | list[list[Count]] | None = None
+    text: str | Many[str] | None = None
+    rid: Name | Many[Name] | None = None
+    extra_key: str | Many[str] | None = None
+    cache_salt: str | Many[str] | None = None
+    return_logprob: bool | Many[bool] | None = None
+    logprob_start_len: int | Many[int] | None = None
+    top_logprobs_num: Count | Many[Count] | None = None
+    token_ids_logprob: Many[Count] | Many[Many[Count]] | None = None
     return_text_in_logprobs: bool | None = None
     return_routed_experts: bool | None = None
     routed_experts_start_len: Count | None = None
@@ -106,7 +109,7 @@ class GenerateFields(Fields):
     max_thinking_tokens: Count | None = None
     log_metrics: bool | None = None
     no_logs: bool | None = None
-    watermark: dict[str, Any] | list[dict[str, Any] | None] | None = None
+    watermark: dict[str, Any] | Many[dict[str, Any] | None] | None = None
 
 
 class GenerateSampling(SamplingFields):
@@ -180,7 +183,7 @@ def check(body: Mapping[str, Any]) -> None:
         GenerateSampling.check(sampling, where)
         for name, value in sampling.items():
             if name not in SAMPLED and name not in GenerateSampling.model_fields:
-                raise Refused(f"{where}{name}: is not known")
+                raise Refused(f"{where}{name[:100]}: is not known")
             if name in CHECKED and value is not None and (wrong := CHECKED[name].problem(value)):
                 raise Refused(f"{where}{name}: {wrong}")
     _check_lists(body)
@@ -199,6 +202,7 @@ def _check_lists(body: Mapping[str, Any]) -> None:
     copies = {sampling.get("n") or 1 for sampling in _each_sampling(body)}
     if len(copies) > 1:
         raise Refused("sampling_params.n: must be the same for all prompts")
+    require_answers(len(prompts) if several else 1, *copies)
     for name in (*LISTED, *LISTED_ALONE, *(MEDIA if several else ())):
         given = body.get(name)
         of_all = name == "token_ids_logprob" and not (given and isinstance(given[0], list))
@@ -239,7 +243,7 @@ def read_wishes(
 ) -> list[Wish]:
     """Return the answers that a checked request wants, in its order. context_tokens: as of
     require_room. Raises Refused."""
-    prompts = _prompts(body, model)
+    prompts = _prompts(body, model, context_tokens)
     count = len(prompts)
     rids, logprobs, given = body.get("rid"), body.get("return_logprob"), _each_sampling(body)
     each_sampling = given if isinstance(body.get("sampling_params"), list) else given * count
@@ -271,14 +275,19 @@ def read_wishes(
     return wishes
 
 
-def _prompts(body: Mapping[str, Any], model: TextModel | None) -> list[tuple[str, list[int]]]:
+def _prompts(
+    body: Mapping[str, Any], model: TextModel | None, context_tokens: int
+) -> list[tuple[str, list[int]]]:
     """Return the token ids of each prompt, and its place in the request."""
     ids, text = body.get("input_ids"), body.get("text")
     if text is not None:
-        encode = require_model(model).encode
-        if isinstance(text, str):
-            return [("text", encode(text))]
-        return [(f"text[{at}]", encode(each)) for at, each in enumerate(text)]
+        texts = (
+            [("text", text)]
+            if isinstance(text, str)
+            else [(f"text[{at}]", each) for at, each in enumerate(text)]
+        )
+        encode = require_model(model).encode_prompt
+        return [(where, encode(where, each, context_tokens)) for where, each in texts]
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
         named = [(f"input_ids[{at}]", each) for at, each in enumerate(ids)]
         return [(where, read_tokens(where, each)) for where, each in named]
@@ -293,29 +302,25 @@ class SglangApi:
 
     async def generate(self, request: Request) -> Response:
         """Answer POST /generate."""
-        body = read_body(await request.body())
+        body = await read_body(request)
         session = session_of(request, body)
         check(body)
         if not carries(body):
             return await self._proxy.forward(request, body, session)
         wishes = read_wishes(body, session, self._model, self._mesh.context_tokens)
+        hold_answers(request, [wish.order for wish in wishes])
         if body.get("stream"):
             incremental = await self._proxy.are_incremental()
             return StreamingResponse(self._stream(wishes, incremental), media_type=EVENT_STREAM)
         # a list in a batch
         given = body["text"] if body.get("text") is not None else body["input_ids"][0]
         single = len(wishes) == 1 and not isinstance(given, list)
-        answers = await run_unless_gone(request, self._answers(wishes))
+        answers = await run_unless_gone(request, self._calls.run_all(wishes, self._answer))
         return JSONResponse(answers[0] if single else answers)
 
-    async def _answers(self, wishes: Sequence[Wish]) -> list[dict[str, Any]]:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._answer(wish)) for wish in wishes]
-        return [task.result() for task in tasks]
-
-    async def _answer(self, wish: Wish) -> dict[str, Any]:
+    async def _answer(self, wish: Wish, turns: Turns | None) -> dict[str, Any]:
         draft = _Draft(wish)
-        async with aclosing(self._calls.run(wish.order)) as events:
+        async with aclosing(self._calls.run(wish.order, turns)) as events:
             async for event in events:
                 draft.output.add(event)
         return self._message(draft)
@@ -327,7 +332,8 @@ class SglangApi:
         drafts = [_Draft(wish) for wish in wishes]
         texts = [self._text_stream(wish) for wish in wishes]
         try:
-            async with aclosing(merge([self._calls.run(wish.order) for wish in wishes])) as events:
+            orders = [wish.order for wish in wishes]
+            async with aclosing(self._calls.stream_all(orders)) as events:
                 async for at, event in events:
                     draft, text = drafts[at], texts[at]
                     draft.output.add(event)

@@ -7,13 +7,12 @@ gateway calls one engine in SGLang's form, without a place in the mesh's order. 
 of an answer: what neither can do is refused.
 """
 
-import asyncio
 import base64
 import json
 import uuid
 from array import array
 from collections.abc import Mapping
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from treadle import Sampling
 from treadle_runtime.http.sglang import SAMPLING
 
-from treadle_gateway.calls import Calls
+from treadle_gateway.calls import Calls, Turns
 from treadle_gateway.engines import NO_EXPERTS, Proxy, engine_sampling
 from treadle_gateway.mesh import MeshLink
 from treadle_gateway.order import (
@@ -32,11 +31,13 @@ from treadle_gateway.order import (
     Ended,
     Fields,
     Finish,
+    Name,
     Order,
     Output,
     Refused,
     SamplingFields,
     Tokens,
+    hold_answers,
     read_body,
     read_stops,
     read_tokens,
@@ -72,7 +73,7 @@ NOT_CARRIED = ("features", "content_parts", "kv_transfer_params", "stream")
 class VllmFields(Fields):
     """Fields of vLLM's GenerateRequest."""
 
-    request_id: str | None = None
+    request_id: Name | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -110,7 +111,7 @@ class VllmApi:
         return await self._answer(request, experts=True)
 
     async def _answer(self, request: Request, *, experts: bool) -> Response:
-        body = read_body(await request.body())
+        body = await read_body(request)
         VllmFields.check(body)
         for name in NOT_CARRIED:
             if body.get(name):
@@ -134,6 +135,7 @@ class VllmApi:
             )
             for at in range(copies)
         ]
+        hold_answers(request, orders)
         logprobs = given.get("logprobs") is not None
         answers = await run_unless_gone(request, self._run_all(orders, more, logprobs, experts))
         written = sum(len(choice["token_ids"]) for choice in answers)
@@ -165,7 +167,7 @@ class VllmApi:
         )
         if model and model not in names:
             raise Refused(
-                f"model: must be {' or '.join(sorted(names))}, is {model!r}; "
+                f"model: must be {' or '.join(sorted(names))}, is {model!r:.100}; "
                 "TREADLE_GATEWAY_SERVED_MODEL names it",
                 404,
             )
@@ -173,30 +175,37 @@ class VllmApi:
     async def _run_all(
         self, orders: list[Order], more: Mapping[str, object], logprobs: bool, experts: bool
     ) -> list[dict[str, Any]]:
-        async with asyncio.TaskGroup() as group:
-            run = self._ask_engine if more or experts else self._run
-            tasks = [group.create_task(run(order, more, logprobs, experts)) for order in orders]
-        return [task.result() for task in tasks]
+        run = self._ask_engine if more or experts else self._run
+        return await self._calls.run_all(
+            orders, lambda order, turns: run(order, turns, more, logprobs, experts)
+        )
 
     async def _run(
-        self, order: Order, more: object, logprobs: bool, experts: bool
+        self, order: Order, turns: Turns | None, more: object, logprobs: bool, experts: bool
     ) -> dict[str, Any]:
         """Return a choice, through the mesh."""
         output = Output()
-        async with aclosing(self._calls.run(order)) as events:
+        async with aclosing(self._calls.run(order, turns)) as events:
             async for event in events:
                 output.add(event)
         return _choice(output, logprobs)
 
     async def _ask_engine(
-        self, order: Order, more: Mapping[str, object], logprobs: bool, experts: bool
+        self,
+        order: Order,
+        turns: Turns | None,
+        more: Mapping[str, object],
+        logprobs: bool,
+        experts: bool,
     ) -> dict[str, Any]:
         """Return a choice, from one engine."""
         sampling = {**engine_sampling(order.sampling), **more}
         body = {"input_ids": order.prompt, "sampling_params": sampling, "return_logprob": True}
-        answer = await self._proxy.ask(
-            order, body | ({"return_routed_experts": True} if experts else {})
-        )
+        more_fields = {"return_routed_experts": True} if experts else {}
+        async with AsyncExitStack() as stack:
+            for turn in turns or ():
+                await stack.enter_async_context(turn)
+            answer = await self._proxy.ask(order, body | more_fields)
         meta, output = answer["meta_info"], Output()
         finish: Finish = meta["finish_reason"]["type"]
         output.add(
@@ -236,7 +245,7 @@ def read_sampling(given: Mapping[str, Any], room: int) -> tuple[Sampling, dict[s
         if name in SAMPLED or name in UNCHANGED or nothing or value in NEUTRAL.get(name, ()):
             continue
         if name not in SGLANG_NAMES:
-            raise Refused(f"sampling_params.{name}: is not carried", 501)
+            raise Refused(f"sampling_params.{name[:100]}: is not carried", 501)
         more[SGLANG_NAMES[name]] = value
     if type(given.get("logprobs")) is int and given["logprobs"] > 1:
         raise Refused(
