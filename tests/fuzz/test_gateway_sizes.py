@@ -25,13 +25,13 @@ from support.gateway import MODEL, FrontDoor, ask, front_door
 
 pytestmark = pytest.mark.timeout(0)
 
-HOW_MANY = pytest.mark.parametrize("count", [120, pytest.param(2_000, marks=pytest.mark.full)])
+HOW_MANY = pytest.mark.parametrize("count", [40, pytest.param(2_000, marks=pytest.mark.full)])
 AT_ONCE = 32
 ALONE = 40  # requests of the honest caller before the others begin
 HELD_BYTES, IDLE_TOKENS = 256 * 2**20, 1_000_000
 # As docs/front-door.md states it: what requests hold, 40 bytes for each idle token, and the rest.
 MOST_BYTES = HELD_BYTES + 40 * IDLE_TOKENS + 1536 * 2**20
-KEEP_S = 2.0  # for which what is half sent stays open
+KEEP_S = 1.0  # for which what is half sent stays open
 MIB = 2**20
 
 
@@ -105,7 +105,9 @@ class Attacker:
 
     async def wide(self) -> None:
         text = ("a" * 8 * MIB + "\U0001f600").encode()
-        await self.post("/v1/chat/completions", b'{"messages": ["' + text + b'"]}')
+        await self.post(
+            "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "' + text + b'"}]}'
+        )
 
     async def deep(self) -> None:
         mark = self.rng.choice([b"[", b'{"a":'])
@@ -231,5 +233,7 @@ async def test_no_size_harms_a_gateway_or_its_honest_callers(door: FrontDoor, co
     print(
         f"\n{count} requests: {dict(attacker.seen)}; {peak_bytes / MIB:.0f} MiB at most; the honest "
         f"caller's {len(beside_s)} answers: median {statistics.median(beside_s):.3f} s, alone "
-        f"{statistics.median(alone_s):.3f} s; the latest {max(beside_s):.3f} s"
+        f"{statistics.median(alone_s):.3f} s; nine of ten within "
+        f"{statistics.quantiles(beside_s, n=10)[-1]:.3f} s, alone "
+        f"{statistics.quantiles(alone_s, n=10)[-1]:.3f} s"
     )

@@ -30,9 +30,9 @@ log = structlog.get_logger()
 
 RETRY_S = 0.2  # between two attempts while no engine answers
 FINISH_S = 6.0  # at the end of the process: an abort at an engine has 5 s
-# How many answers of one request run at a time, and of all requests that have several: starting
-# one takes a millisecond of this process, and one that runs takes some 45 KB.
-AT_ONCE, MOST_OF_SEVERAL = 256, 8_192
+# How many answers of one request run at a time for each engine, so that other callers need not wait
+# for all of them, and of all requests that have several: one that runs takes some 45 KB.
+AT_ONCE, MOST_OF_SEVERAL = 64, 8_192
 
 Turns = tuple[asyncio.Semaphore, asyncio.Semaphore]  # of one request, and of all
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class Calls:
         self, wanted: Sequence[W], run: Callable[[W, Turns | None], Coroutine[Any, Any, T]]
     ) -> list[T]:
         """Return the results of `run` for all answers that a request wants, in their order. Only
-        AT_ONCE of them run at a time, if `run` passes its turns on to `self.run`."""
+        some of them run at a time, if `run` passes its turns on to `self.run`."""
         turns = self._turns(len(wanted))
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run(each, turns)) for each in wanted]
@@ -116,8 +116,8 @@ class Calls:
     async def stream_all(
         self, orders: Sequence[Order]
     ) -> AsyncGenerator[tuple[int, Tokens | Ended], None]:
-        """Yield the events of all orders of a request as they come, with the place of each. AT_ONCE
-        of them run at a time. Raises Refused."""
+        """Yield the events of all orders of a request as they come, with the place of each. Only
+        some of them run at a time. Raises Refused."""
         turns = self._turns(len(orders))
         async with aclosing(_merge([self.run(order, turns) for order in orders])) as events:
             async for event in events:
@@ -125,7 +125,9 @@ class Calls:
 
     def _turns(self, answers: int) -> Turns | None:
         """Return the turns of a request's answers; None for a single one, which waits for none."""
-        return (asyncio.Semaphore(AT_ONCE), self._of_several) if answers > 1 else None
+        if answers == 1:
+            return None
+        return asyncio.Semaphore(AT_ONCE * max(1, len(self._mesh.engines))), self._of_several
 
     async def run(
         self, order: Order, turns: Turns | None = None
