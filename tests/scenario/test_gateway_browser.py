@@ -34,28 +34,29 @@ CHANGES: Sequence[tuple[str, dict[str, Any]]] = [
 ]
 READS = ("/", "/workers", "/server_info", "/engines/e0/server_info", "/api/events", "/api/tail")
 # JavaScript: try all that a page can; return the texts that it could read.
-ATTACK = """async ([base, changes, reads]) => {
+ATTACK = """async ([bases, changes, reads]) => {
   const found = [], tried = [];
   const note = (answer) => answer.text().then((text) => text && found.push(text));
-  const send = (path, options) => tried.push(
+  const send = (base, path, options) => tried.push(
     fetch(base + path, {signal: AbortSignal.timeout(15000), ...options}).then(note, () => {}));
+  for (const base of bases) {
   for (const [path, given] of changes) {
     const body = JSON.stringify(given), method = "POST";
     for (const kind of ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
       for (const mode of kind === "text/plain" ? ["no-cors", "cors"] : ["no-cors"])
-        send(path, {method, mode, body, headers: {"Content-Type": kind}});
-    send(path, {method, mode: "no-cors", body: new Blob([body])});
-    send(path, {method, mode: "no-cors"});
-    send(path, {method, mode: "no-cors", body, referrerPolicy: "no-referrer"});
-    send(path, {method, mode: "cors", body, headers: {"Content-Type": "application/json"}});
-    send(path, {method: "DELETE"});
-    send(path, {mode: "no-cors", keepalive: true});
+        send(base, path, {method, mode, body, headers: {"Content-Type": kind}});
+    send(base, path, {method, mode: "no-cors", body: new Blob([body])});
+    send(base, path, {method, mode: "no-cors"});
+    send(base, path, {method, mode: "no-cors", body, referrerPolicy: "no-referrer"});
+    send(base, path, {method, mode: "cors", body, headers: {"Content-Type": "application/json"}});
+    send(base, path, {method: "DELETE"});
+    send(base, path, {mode: "no-cors", keepalive: true});
     navigator.sendBeacon(base + path, body);
     navigator.sendBeacon(base + path, new Blob([body], {type: "text/plain"}));
   }
   for (const path of [...reads, ...changes.map(([path]) => path)]) {
-    send(path, {mode: "cors"});
-    send(path, {mode: "cors", credentials: "include"});
+    send(base, path, {mode: "cors"});
+    send(base, path, {mode: "cors", credentials: "include"});
     for (const [tag, link] of [["img", "src"], ["script", "src"], ["iframe", "src"],
                                ["link", "href"], ["object", "data"]]) {
       const made = document.createElement(tag);
@@ -78,7 +79,7 @@ ATTACK = """async ([base, changes, reads]) => {
   }
   for (const [path, given] of changes) {
     const form = document.createElement("form"), frame = document.createElement("iframe");
-    frame.name = `frame-${path}`;
+    frame.name = `frame-${base}${path}`;
     Object.assign(form, {method: "POST", action: base + path, enctype: "text/plain", target: frame.name});
     const input = document.createElement("input");
     // a text that is JSON with the sign that a form puts between name and value
@@ -86,6 +87,7 @@ ATTACK = """async ([base, changes, reads]) => {
     form.append(input);
     document.body.append(frame, form);
     form.submit();
+  }
   }
   await Promise.all(tried);
   return found.filter((text) => text);
@@ -165,29 +167,19 @@ async def test_a_page_of_somebody_else_neither_changes_nor_reads_a_mesh(
         context = await browser.new_context(ignore_https_errors=True)
         before = await standing(door)
         assert before[0] == [False, False]
-        open_server = f"http://127.0.0.1:{free_port()}"
         async with stranger() as victim:
-            open_server = f"http://127.0.0.1:{victim.port}"
-            page = await context.new_page()
-            await page.goto(f"http://pages.evil.example:{other.port}/")
-            await page.evaluate(ATTACK, [open_server, CHANGES, READS])
-            for path, _ in CHANGES:
-                assert {
-                    ("POST", "text/plain"),
-                    ("GET", "application/octet-stream"),
-                } <= victim.taken[path], (path, victim.taken[path])
-            await page.close()
+            bases = [f"http://127.0.0.1:{victim.port}", door.url, console]
+            for host in ("pages.evil.example", "127.0.0.1"):
+                page = await context.new_page()
+                await page.goto(f"http://{host}:{other.port}/")
+                assert await page.evaluate(ATTACK, [bases, CHANGES, READS]) == [], host
+                assert await standing(door) == before, host
+                for path, _ in CHANGES:
+                    sent = {("POST", "text/plain"), ("GET", "application/octet-stream")}
+                    assert sent <= victim.taken[path], (path, victim.taken[path])
+                await page.close()
         for base in (door.url, console):
             port = base.rpartition(":")[2]
-            for place in (
-                f"http://pages.evil.example:{other.port}",
-                f"http://127.0.0.1:{other.port}",
-            ):
-                page = await context.new_page()
-                await page.goto(f"{place}/")
-                assert await page.evaluate(ATTACK, [base, CHANGES, READS]) == [], (place, base)
-                assert await standing(door) == before, (place, base)
-                await page.close()
             page = await context.new_page()
             scheme = base.partition(":")[0]
             await page.goto(f"{scheme}://rebound.evil.example:{port}/workers")

@@ -1,5 +1,6 @@
 """The text of a stream: it only ever grows, and is the text of the whole answer in the end."""
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import pytest
 from support.byte_tokens import ids_of, write_byte_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from treadle import Sampling
-from treadle_gateway.text import TextModel, TextStream
+from treadle_gateway.order import Refused
+from treadle_gateway.text import LONG_CHARACTERS, TextModel, TextStream
 
 TEXT = "Grüße, 世界! 👩‍👩‍👧 naïve — done"
 
@@ -66,3 +68,24 @@ def test_bytes_that_are_no_text_do_not_end_a_stream(model: TextModel, tmp_path: 
             stream = TextStream(each, Sampling(max_new_tokens=1), skip_special=True, trim=True)
             sent = "".join(read_all(stream, token_ids, rng.randrange(1, 4)))
             assert each is not model or each.decode(token_ids, skip_special=True).startswith(sent)
+
+
+async def test_while_a_long_prompt_is_read_others_go_on(model: TextModel) -> None:
+    """Result: its tokens are those of a short one's, and what can fit in no context is not read."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    long = "ab" * LONG_CHARACTERS
+    [(field, ids)] = await model.encode_prompts([("text", long)], 0)
+    counting.cancel()
+    assert field == "text" and ids == model.encode(long) and turns > 2
+    named = [("prompt[0]", "ab"), ("prompt[1]", "cd")]
+    assert await model.encode_prompts(named, 8) == [(at, model.encode(text)) for at, text in named]
+    with pytest.raises(Refused, match=r"prompt\[1\]: .*maximum context length"):
+        await model.encode_prompts([("prompt[0]", "a"), ("prompt[1]", long)], 100)

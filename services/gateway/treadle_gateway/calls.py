@@ -30,9 +30,9 @@ log = structlog.get_logger()
 
 RETRY_S = 0.2  # between two attempts while no engine answers
 FINISH_S = 6.0  # at the end of the process: an abort at an engine has 5 s
-# How many answers of one request run at a time for each engine, so that other callers need not wait
-# for all of them, and of all requests that have several: one that runs takes some 45 KB.
-AT_ONCE, MOST_OF_SEVERAL = 64, 8_192
+# Answers of requests that have several run as many at a time as the engines decode at once, and so
+# many for each engine at most. More would only wait in its queue, before other callers.
+AT_ONCE = 256
 
 Turns = tuple[asyncio.Semaphore, asyncio.Semaphore]  # of one request, and of all
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class Calls:
         self._give_up_s, self._count = give_up_s, count
         self._running: set[_Running] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self._of_several = asyncio.Semaphore(MOST_OF_SEVERAL)
+        self._slots, self._of_several = 0, asyncio.Semaphore()
 
     @property
     def running(self) -> int:
@@ -127,7 +127,11 @@ class Calls:
         """Return the turns of a request's answers; None for a single one, which waits for none."""
         if answers == 1:
             return None
-        return asyncio.Semaphore(AT_ONCE * max(1, len(self._mesh.engines))), self._of_several
+        known = self._mesh.engines.values()
+        slots = sum(min(AT_ONCE, engine.slots or AT_ONCE) for engine in known) or AT_ONCE
+        if slots > self._slots:
+            self._slots, self._of_several = slots, asyncio.Semaphore(slots)
+        return asyncio.Semaphore(slots), self._of_several
 
     async def run(
         self, order: Order, turns: Turns | None = None

@@ -54,7 +54,8 @@ Event = Tokens | Ended | NoWeights | BaseException | str
 class KnownEngine:
     """A registered engine. url: of its HTTP server; empty where its sidecar does not report it.
     address: of its sidecar. context_tokens: of the longest sequence that it takes. ranks: its
-    processes in a trainer's process group. draining: an operator wants it empty."""
+    processes in a trainer's process group. slots: steps that decode at once; 0: not known.
+    draining: an operator wants it empty."""
 
     engine_id: str
     url: str
@@ -63,6 +64,7 @@ class KnownEngine:
     weight_version: str
     context_tokens: int
     ranks: int
+    slots: int
     draining: bool
 
 
@@ -204,7 +206,8 @@ class MeshLink:
                     each.info.model,
                     each.info.weight_version,
                 ),
-                *(each.info.max_context_tokens, max(1, each.info.tensor_parallel), each.draining),
+                *(each.info.max_context_tokens, max(1, each.info.tensor_parallel)),
+                *(each.load.slot_limit, each.draining),
             )
             for each in answer.engines
         }

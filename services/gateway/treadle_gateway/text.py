@@ -5,6 +5,7 @@ sampled: `extend` returns, for a conversation that continues, the ids that are k
 tokens of the text that follows them.
 """
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -19,6 +20,7 @@ from treadle_gateway.order import Output, Refused
 
 # Values of sampling that a chat takes from the model's generation_config.json, as in SGLang.
 DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LONG_CHARACTERS = 64 * 1024  # from here on a text takes some 50 ms
 TAIL_TOKENS = 64  # enough for the text of a stop string
 
 
@@ -34,6 +36,7 @@ class TextModel:
         self._tokenizer: Tokenizer = Tokenizer.from_file(str(file))
         self.end_token_ids = end_token_ids(folder)
         self.chat_defaults = chat_defaults(folder)
+        self._long = asyncio.Lock()  # held while long texts are read, which takes a core
         by_bytes = isinstance(self._tokenizer.decoder, ByteLevel)
         self._byte_of = _byte_letters() if by_bytes else {}
 
@@ -42,17 +45,29 @@ class TextModel:
         text, if it has some."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def encode_prompt(self, field: str, text: str, context_tokens: int) -> list[int]:
-        """Return the token ids of a prompt that a caller wrote in this field. context_tokens: of
-        the longest sequence that an engine takes; 0: not known. Raises Refused for a text that
-        fits in no number of tokens, which would be read for seconds."""
-        if 0 < context_tokens < len(text) and len(text) > context_tokens * self._longest_token:
-            raise Refused(
-                f"{field}: has {len(text)} characters, more than the {context_tokens} tokens of "
-                "this model's maximum context length can have; shorten the prompt",
-                code="context_length_exceeded",
+    async def encode_prompts(
+        self, named: Sequence[tuple[str, str]], context_tokens: int
+    ) -> list[tuple[str, list[int]]]:
+        """Return the token ids of texts, each with the field where a caller wrote it. Long ones are
+        read beside other work. context_tokens: of the longest sequence that an engine takes; 0: not
+        known. Raises Refused for a text that fits in no number of tokens."""
+        for field, text in named:
+            if 0 < context_tokens < len(text) and len(text) > context_tokens * self._longest_token:
+                raise Refused(
+                    f"{field}: has {len(text)} characters, more than the {context_tokens} tokens "
+                    "of this model's maximum context length can have; shorten the prompt",
+                    code="context_length_exceeded",
+                )
+        if sum(len(text) for _, text in named) < LONG_CHARACTERS:
+            return [(field, self.encode(text)) for field, text in named]
+        async with self._long:
+            return await asyncio.to_thread(
+                lambda: [(field, self._encode_aside(text)) for field, text in named]
             )
-        return self.encode(text)
+
+    def _encode_aside(self, text: str) -> list[int]:
+        """As `encode`, and lets other threads run meanwhile."""
+        return list(self._tokenizer.encode_batch_fast([text])[0].ids)
 
     @cached_property
     def _longest_token(self) -> int:

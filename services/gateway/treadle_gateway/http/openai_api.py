@@ -282,7 +282,7 @@ class OpenaiApi:
             return await self._proxy.forward(request, body, session)
         body["logprobs"] = body.get("logprobs") == 0
         body.setdefault("max_tokens", COMPLETION_TOKENS)
-        ask = self._ask(body, session, self._prompts(body), Reading())
+        ask = self._ask(body, session, await self._prompts(body), Reading())
         return await self._answer(request, ask, CompletionForm(require_model(self._model)))
 
     async def respond(self, request: Request) -> Response:
@@ -374,7 +374,7 @@ class OpenaiApi:
             rid=str(body.get("rid") or uuid.uuid4().hex),
         )
 
-    def _prompts(self, body: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
+    async def _prompts(self, body: Mapping[str, Any]) -> list[tuple[str, list[int]]]:
         given = body.get("prompt")
         if not isinstance(given, str | list) or not given:
             raise Refused(
@@ -386,13 +386,13 @@ class OpenaiApi:
             if single
             else [(f"prompt[{at}]", each) for at, each in enumerate(given)]
         )
+        texts = [(where, each) for where, each in named if isinstance(each, str)]
+        encoded: dict[str, list[int]] = {}
+        if texts:
+            model = require_model(self._model)
+            encoded = dict(await model.encode_prompts(texts, self._mesh.context_tokens))
         return [
-            (
-                where,
-                require_model(self._model).encode_prompt(where, each, self._mesh.context_tokens),
-            )
-            if isinstance(each, str)
-            else (where, read_tokens(where, each))
+            (where, encoded[where] if where in encoded else read_tokens(where, each))
             for where, each in named
         ]
 

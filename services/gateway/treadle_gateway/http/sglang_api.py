@@ -238,12 +238,12 @@ def read_sampling(given: Mapping[str, Any], room: int) -> Sampling:
     return Sampling(**fields)
 
 
-def read_wishes(
+async def read_wishes(
     body: Mapping[str, Any], session: str, model: TextModel | None, context_tokens: int
 ) -> list[Wish]:
     """Return the answers that a checked request wants, in its order. context_tokens: as of
     require_room. Raises Refused."""
-    prompts = _prompts(body, model, context_tokens)
+    prompts = await _prompts(body, model, context_tokens)
     count = len(prompts)
     rids, logprobs, given = body.get("rid"), body.get("return_logprob"), _each_sampling(body)
     each_sampling = given if isinstance(body.get("sampling_params"), list) else given * count
@@ -275,7 +275,7 @@ def read_wishes(
     return wishes
 
 
-def _prompts(
+async def _prompts(
     body: Mapping[str, Any], model: TextModel | None, context_tokens: int
 ) -> list[tuple[str, list[int]]]:
     """Return the token ids of each prompt, and its place in the request."""
@@ -286,8 +286,7 @@ def _prompts(
             if isinstance(text, str)
             else [(f"text[{at}]", each) for at, each in enumerate(text)]
         )
-        encode = require_model(model).encode_prompt
-        return [(where, encode(where, each, context_tokens)) for where, each in texts]
+        return await require_model(model).encode_prompts(texts, context_tokens)
     if isinstance(ids, list) and ids and isinstance(ids[0], list):
         named = [(f"input_ids[{at}]", each) for at, each in enumerate(ids)]
         return [(where, read_tokens(where, each)) for where, each in named]
@@ -307,7 +306,7 @@ class SglangApi:
         check(body)
         if not carries(body):
             return await self._proxy.forward(request, body, session)
-        wishes = read_wishes(body, session, self._model, self._mesh.context_tokens)
+        wishes = await read_wishes(body, session, self._model, self._mesh.context_tokens)
         hold_answers(request, [wish.order for wish in wishes])
         if body.get("stream"):
             incremental = await self._proxy.are_incremental()
