@@ -38,7 +38,7 @@ ATTACK = """async ([bases, changes, reads]) => {
   const found = [], tried = [];
   const note = (answer) => answer.text().then((text) => text && found.push(text));
   const send = (base, path, options) => tried.push(
-    fetch(base + path, {signal: AbortSignal.timeout(15000), ...options}).then(note, () => {}));
+    fetch(base + path, {signal: AbortSignal.timeout(5000), ...options}).then(note, () => {}));
   for (const base of bases) {
   for (const [path, given] of changes) {
     const body = JSON.stringify(given), method = "POST";
@@ -96,7 +96,7 @@ ATTACK = """async ([bases, changes, reads]) => {
 REBOUND = """async ([changes, reads]) => {
   const found = [];
   const note = async (path, options) => {
-    const answer = await fetch(path, {signal: AbortSignal.timeout(15000), ...options});
+    const answer = await fetch(path, {signal: AbortSignal.timeout(5000), ...options});
     found.push([path, answer.status, await answer.text()]);
   };
   for (const path of reads) await note(path);

@@ -328,6 +328,18 @@ async def test_whoever_sends_nothing_whole_is_cut_off(monkeypatch: pytest.Monkey
         assert await server.get() == 200
 
 
+async def test_who_leaves_within_a_body_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    head = f"POST / HTTP/1.1\r\nHost: {OWN}\r\n{JSON_BODY}Content-Length: 9\r\n\r\n{{"
+    async with serve(Edge()) as server:
+        for _ in range(5):
+            talk = await server.connect(head.encode())
+            talk.writer.close()
+        assert await server.get() == 200
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 async def test_a_new_connection_is_served_though_others_fill_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

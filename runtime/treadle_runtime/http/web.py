@@ -32,7 +32,7 @@ import uvicorn
 from pydantic_core import from_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from treadle.certificates import CERTIFICATE, KEY
@@ -61,9 +61,9 @@ BODY_S = 120.0  # for a body: 16 MiB at 1.2 Mbit/s
 MOST_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
 MOST_BODY_BYTES = 16 * 1024 * 1024
 MOST_HELD_BYTES = 2 * 1024**3
-# A body from here on is parsed alone, and others go on for as long as it took. It also leaves a
-# quarter of the memory to smaller ones.
-LARGE_BYTES = 1024 * 1024
+# A body from here on is parsed alone, and others go on for PAUSES times as long as it took. It also
+# leaves a quarter of the memory to smaller ones.
+LARGE_BYTES, PAUSES = 1024 * 1024, 3
 # After a refusal, the rest of a body is read and dropped for so long. A client that cannot send
 # does not read the answer.
 LINGER_S = 2.0
@@ -287,7 +287,10 @@ async def read_json(request: Request) -> Any:
     """Return the body of a request behind a Guard, {} where it has none; call it once. Raises
     ValueError where it is no JSON: also for NaN, for numbers beyond a double's range, for values in
     each other more than 200 deep, and for one half of a surrogate pair. Raises HTTPException."""
-    raw = b"".join([part async for part in request.stream()]) or b"{}"
+    try:
+        raw = b"".join([part async for part in request.stream()]) or b"{}"
+    except ClientDisconnect:
+        raise HTTPException(400, "the body: ended early") from None
     if len(raw) < LARGE_BYTES:
         return _parse(raw)
     async with request.scope[_BODY].guard.large:
@@ -296,7 +299,7 @@ async def read_json(request: Request) -> Any:
             return _parse(raw)
         finally:
             del raw
-            await asyncio.sleep(time.monotonic() - began_s)
+            await asyncio.sleep(PAUSES * (time.monotonic() - began_s))
 
 
 def _parse(raw: bytes) -> Any:
