@@ -397,7 +397,9 @@ async def test_names_of_the_certificate_are_names_of_the_server(tmp_path: Path) 
     stopping, listener = asyncio.Event(), bind_http("LISTEN", "127.0.0.1:0")
     url = f"https://127.0.0.1:{listener.getsockname()[1]}/"
     trust = ssl.create_default_context(cafile=str(folder / AUTHORITY))
-    serving = serve_http(Starlette(), listener, stopping, edge=Edge(), tls_folder=str(folder))
+    serving = serve_http(
+        Starlette(), listener, stopping, edge=Edge(), tls_folder=str(folder), grace_s=1.0
+    )
     async with asyncio.TaskGroup() as group, aiohttp.ClientSession() as http:
         group.create_task(serving())
         for host, status in (("gateway.treadle", 404), ("evil.example", 400)):
