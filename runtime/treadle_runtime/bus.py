@@ -32,7 +32,7 @@ from treadle.certificates import NATS_NAME, Certificates
 from treadle.telemetry.v1.facts_pb2 import Fact
 
 from treadle_runtime.buckets import NO_CLUSTER, open_bucket, reserve, until_answered
-from treadle_runtime.config import DEFAULT_FACTS_BYTES
+from treadle_runtime.config import DEFAULT_FACTS_BYTES, hide_passwords
 from treadle_runtime.errors import StartError
 from treadle_runtime.facts import (
     API_OF_ACCOUNT,
@@ -394,7 +394,7 @@ class Bus:
                 self._connected.set()
         except TimeoutError:
             silent = (
-                f"NATS at {url} did not answer within {timeout_s:g} s "
+                f"NATS at {hide_passwords(url)} did not answer within {timeout_s:g} s "
                 f"({self._last_error!r}): is it running?"
             )
             raise StartError(silent) from None

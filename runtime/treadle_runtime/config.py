@@ -35,6 +35,7 @@ SMALLEST_MAX_MESSAGE_BYTES = 1024  # below this not even a ticket fits
 # 2.4 million facts: an hour at 650 facts a second, half an hour of the busiest mesh
 DEFAULT_FACTS_BYTES = 1024**3
 SMALLEST_FACTS_BYTES = 1024 * 1024  # 2,000 facts: what a consumer receives within seconds
+LEAST_KEY_CHARS = 16
 BAD_SETTING_EXIT_CODE = 2
 COMMON_PREFIX = "TREADLE_"
 
@@ -119,6 +120,23 @@ def _absolute(path: str) -> str:
     return path
 
 
+def _hard_to_guess(key: SecretStr) -> SecretStr:
+    value = key.get_secret_value()
+    plain = value.isascii() and value.isprintable() and value == value.strip()
+    if value and not (len(value) >= LEAST_KEY_CHARS and plain):
+        raise ValueError(
+            f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at an "
+            "end: openssl rand -hex 16"
+        )
+    return key
+
+
+def hide_passwords(text: str) -> str:
+    """Return a text with stars in place of user and password of each URL in it."""
+    return re.sub(r"://[^/@\s]*@", "://***@", text)
+
+
+Key = Annotated[SecretStr, AfterValidator(_hard_to_guess)]  # empty: none
 Json = BeforeValidator(_parse_json)  # for a setting that is a list
 LowerCase = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 OptionalAddress = Annotated[str, AfterValidator(lambda value: value and address(value))]
@@ -262,7 +280,8 @@ def _refusal(
     name = names.get(field, "")
     if name not in variables:
         return f"{prefix_of(cls)}{field.upper()} is not set: {expected}"
-    value = "***" if cls.model_fields[field].annotation is SecretStr else repr(variables[name])
+    secret = cls.model_fields[field].annotation is SecretStr
+    value = "***" if secret else hide_passwords(repr(variables[name]))
     return f"{name}={value} is refused: {expected}"
 
 

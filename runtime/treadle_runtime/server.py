@@ -45,7 +45,7 @@ from treadle.certificates import Certificates
 from treadle_runtime import probe
 from treadle_runtime.bus import Bus, bus_name, open_bus, run_beside
 from treadle_runtime.calls import CallTimes, Channels, Interceptor
-from treadle_runtime.config import Settings, read_settings
+from treadle_runtime.config import Settings, hide_passwords, read_settings
 from treadle_runtime.errors import ErrorTable, StartError
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity import TenantLimits, server_credentials
@@ -114,9 +114,8 @@ class Runtime:
         try:
             return await RequestRecords.open(self.bus, self.settings.service)
         except nats.errors.Error as error:
-            raise StartError(
-                f"JetStream at {self.settings.nats_url} does not hold records: {error!r}"
-            ) from error
+            where = hide_passwords(self.settings.nats_url)
+            raise StartError(f"JetStream at {where} does not hold records: {error!r}") from error
 
 
 class Turn:

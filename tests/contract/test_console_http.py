@@ -16,7 +16,7 @@ from treadle.telemetry.v1 import facts_pb2
 from treadle_runtime.bus import Bus
 from treadle_runtime.facts import make_fact
 
-KEY = "correct-horse-battery-staple"
+KEY, TOKEN = "correct-horse-battery-staple", "another-correct-battery-horse"
 Event = tuple[str, dict[str, Any]]  # id and message
 
 
@@ -156,6 +156,44 @@ async def test_control_takes_json_of_its_own_pages_with_the_key_and_nothing_else
             assert not [
                 name for name in response.headers if name.lower().startswith("access-control")
             ]
+
+
+async def test_a_token_lets_a_browser_in_once_and_its_cookie_from_then_on(
+    start_service: StartService,
+) -> None:
+    """Result: without token and cookie nothing is answered, not even a file; the cookie is for this
+    console alone, and for no script and no other site."""
+    nobody = f"127.0.0.1:{free_port()}"
+    process, url, _ = await start_console(start_service, nobody, KEY, login_token=TOKEN)
+    name = f"treadle-console-{url.rpartition(':')[2]}"
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+        http = Http(session, url, process)
+        for path in ("/", "/api/events", "/api/tail", "/static/app.js", "/nothing", "/?token="):
+            status, answer, headers = await http.get(path)
+            assert status == 401 and "?token=" in answer["error"] and "set-cookie" not in headers
+            assert "default-src 'none'" in headers["content-security-policy"]
+        drain = {"action": "drain", "engine": "e0"}
+        assert (await http.post("/api/control", drain, Authorization=f"Bearer {KEY}"))[0] == 401
+        for wrong in (
+            f"{name}={TOKEN[:-1]}",
+            f"{name}=",
+            f"treadle-console-1={TOKEN}",
+            f"{name}=é",
+        ):
+            assert (await http.get("/", Cookie=wrong))[0] == 401
+        status, page, headers = await http.get(f"/?token={TOKEN}")
+        assert (status, "Treadle" in page) == (200, True)
+        cookie, *limits = headers["set-cookie"].split("; ")
+        assert cookie == f"{name}={TOKEN}" and set(limits) == {
+            "HttpOnly",
+            "SameSite=Strict",
+            "Path=/",
+        }
+        for path in ("/", "/api/tail", "/static/app.js"):
+            status, _, headers = await http.get(path, Cookie=cookie)
+            assert status == 200 and "set-cookie" not in headers
+        right = {"Cookie": cookie, "Authorization": f"Bearer {KEY}"}
+        assert (await http.post("/api/control", drain, **right))[0] == 502, "no scheduler is there"
 
 
 async def test_a_key_that_can_be_guessed_is_refused(start_service: StartService) -> None:

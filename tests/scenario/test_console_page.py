@@ -340,6 +340,25 @@ async def test_who_forgets_the_key_is_at_its_field(
         await shown.holds("() => document.activeElement.id === 'key'")
 
 
+async def test_who_opens_the_printed_url_stays_in_without_its_token(
+    start_service: StartService, browser: Browser
+) -> None:
+    """Result: the address bar shows no token, no script can read the cookie, the page goes on after
+    a reload, and another browser sees nothing."""
+    token = "correct-horse-battery-staple"
+    nobody = f"127.0.0.1:{free_port()}"
+    _, url, _ = await start_console(start_service, nobody, login_token=token)
+    async with screen(browser, f"{url}/?token={token}#") as shown:
+        await shown.sees("Live", within="#status")
+        for _ in range(2):
+            assert await shown.page.evaluate("location.href + document.cookie") == f"{url}/#/"
+            await shown.page.reload()
+            await shown.sees("Live", within="#status")
+        assert shown.problems == []
+    async with screen(browser, url) as shown:
+        await shown.sees("?token=")
+
+
 async def test_a_trajectory_that_nobody_knows_has_a_page_that_says_so(
     start_service: StartService, nats_url: str, browser: Browser
 ) -> None:

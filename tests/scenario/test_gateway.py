@@ -15,6 +15,7 @@ from support.gateway import FrontDoor, front_door
 from support.scheduler import scheduler_client
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
+KEY = "correct-horse-battery-staple"
 PROMPT = list(range(10, 40))
 GREEDY = {"max_new_tokens": 12, "temperature": 0.0}
 
@@ -169,6 +170,33 @@ async def test_what_the_mesh_does_not_carry_goes_to_an_engine_as_it_is(door: Fro
         if request.get("rid") == "whole"
     ]
     assert [request["return_routed_experts"] for request in sent] == [True]
+
+
+async def test_engines_with_a_key_are_called_with_it_and_nobody_is_told_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of --api-key. Result: steps, forwarded requests and questions reach them; the key is
+    in no answer, though SGLang reports it."""
+    monkeypatch.setenv("TREADLE_ENGINE_KEY", KEY)
+
+    def teach(engine: FakeSglang) -> None:
+        engine.key = KEY
+        engine.arguments |= {"api_key": KEY, "states": [{"admin_api_key": KEY, "port": 1}]}
+        engine.arguments["launch_command"] = f"--api-key {KEY} --port 1 --admin-api-key={KEY}"
+
+    async with front_door(tmp_path, teach=teach, engine_key=KEY) as door:
+        body = ask(PROMPT)
+        assert (await door.post("/generate", body))["output_ids"]
+        forwarded = {**body, "sampling_params": {**body["sampling_params"], "regex": "a+"}}
+        assert (await door.post("/generate", forwarded))["output_ids"]
+        assert len((await door.get("/v1/loads"))["loads"]) == 2
+        engine_id, url = next(iter(door.urls.items()))
+        for path in ("/server_info", f"/engines/{engine_id}/server_info"):
+            told = await door.get(path)
+            assert told["states"] == [{"port": 1}] and KEY not in str(told)
+            assert told["launch_command"] == "--api-key *** --port 1 --admin-api-key ***"
+        async with door.http.get(f"{url}/server_info") as response:
+            assert response.status == 401, "without the key"
 
 
 async def test_a_drained_engine_gets_no_request_of_the_gateway_itself(tmp_path: Path) -> None:

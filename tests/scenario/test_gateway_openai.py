@@ -14,6 +14,7 @@ from treadle_cli.certs import make_certificates
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+KEY = "correct-horse-battery-staple"
 USER = {"role": "user", "content": "What is 6 * 7?"}
 TOOL = {
     "type": "function",
@@ -385,7 +386,7 @@ async def test_with_certificates_it_speaks_https_and_with_a_key_it_answers_who_h
     tmp_path: Path,
 ) -> None:
     certificates = make_certificates(tmp_path / "certificates")
-    async with front_door(tmp_path, certificates=certificates, api_key="secret") as door:
+    async with front_door(tmp_path, certificates=certificates, api_key=KEY) as door:
         assert door.url.startswith("https://")
         body = {
             "input_ids": [5, 6, 7],
@@ -394,7 +395,7 @@ async def test_with_certificates_it_speaks_https_and_with_a_key_it_answers_who_h
         for refused in ({}, {"Authorization": "Bearer other"}):
             answer = await door.post("/generate", body, 401, **refused)
             assert "Authorization" in answer["error"]["message"]
-        answer = await door.post("/generate", body, Authorization="Bearer secret")
+        answer = await door.post("/generate", body, Authorization=f"Bearer {KEY}")
         assert (
             answer["output_ids"] == expected([5, 6, 7], 4) and answer["meta_info"]["trajectory_id"]
         )

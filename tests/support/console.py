@@ -88,7 +88,7 @@ class ConsoleMesh:
 
 
 async def start_console(
-    start: StartService, scheduler: str, control_key: str = ""
+    start: StartService, scheduler: str, control_key: str = "", login_token: str = ""
 ) -> tuple[ServiceProcess, str, dict[str, str]]:
     """A console of this mesh, the address of its page, and its settings."""
     settings = {
@@ -96,6 +96,7 @@ async def start_console(
         "TREADLE_CONSOLE_SCHEDULER": scheduler,
     }
     settings |= {"TREADLE_CONSOLE_CONTROL_KEY": control_key} if control_key else {}
+    settings |= {"TREADLE_CONSOLE_LOGIN_TOKEN": login_token} if login_token else {}
     process = await start("treadle_console", settings)
     return process, f"http://{settings['TREADLE_CONSOLE_HTTP_LISTEN']}", settings
 

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from aiohttp import web
 from support.conditions import until
@@ -82,6 +82,7 @@ class FakeSglang:
             "enable_return_routed_experts": True,
         }
         self.middlewares: list[Any] = []  # of aiohttp
+        self.key = ""  # of --api-key
         self.text_of: Callable[[list[int]], str] = text_of
         self.more_routes: list[web.RouteDef] = []
         # sampled after a prompt, then the end token; empty: what follows from the context
@@ -141,9 +142,19 @@ class FakeSglang:
         """Streams of steps that were asked for."""
         return sum(bool(request.get("stream")) for request in self.requests)
 
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """As SGLang does: only what probes ask is for everybody."""
+        is_open = request.path.startswith(("/health", "/ready", "/metrics"))
+        if is_open or self.key in ("", request.headers.get("Authorization", "").partition(" ")[2]):
+            return cast(web.StreamResponse, await handler(request))
+        return web.json_response({"error": "Unauthorized"}, status=401)
+
     async def start(self) -> None:
         """Listens; again on the same port after `stop`."""
-        app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=self.middlewares)
+        app = web.Application(
+            client_max_size=64 * 1024 * 1024, middlewares=[self._check_key, *self.middlewares]
+        )
         app.add_routes(
             [
                 web.post("/generate", self._generate),

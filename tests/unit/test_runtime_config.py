@@ -125,6 +125,8 @@ def test_a_secret_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert "hunter2" not in repr(read_settings(Strict, {"TREADLE_LOOM_PIN": "hunter2"}))
     assert "did you mean" in refusal(capsys, {"TREADLE_LOOM_TOKE": "hunter2"})
+    line = refusal(capsys, {"TREADLE_NATS_URL": "http://treadle:hunter2@127.0.0.1:4222"})
+    assert "TREADLE_NATS_URL='http://***@127.0.0.1:4222'" in line and "hunter2" not in line
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7401", "[::]:7401", "10.0.0.7:7401", "scheduler:7401"])

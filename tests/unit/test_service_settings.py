@@ -1,12 +1,15 @@
 """Settings of the services: a bad value is one clear line and exit code 2."""
 
 import pytest
+from treadle_console.config import ConsoleSettings
+from treadle_gateway.config import GatewaySettings
 from treadle_migrator.config import MigratorSettings
 from treadle_placement.config import PlacementSettings
 from treadle_predictor.config import PredictorSettings
 from treadle_rollout.config import RolloutSettings
 from treadle_runtime.config import Settings, read_settings
 from treadle_scheduler.config import SchedulerSettings
+from treadle_sidecar.config import SidecarSettings
 
 
 def test_by_default_every_part_of_the_scheduler_is_off() -> None:
@@ -54,6 +57,12 @@ def test_by_default_every_part_of_the_scheduler_is_off() -> None:
         (SchedulerSettings, "PLAN_EVERY_EVENTS", "1.5"),
         (SchedulerSettings, "PLAN_MARGIN", "1"),
         (SchedulerSettings, "PREDICTER", "p:7402"),
+        (GatewaySettings, "API_KEY", "fifteen-letters"),
+        (GatewaySettings, "API_KEY", "a key with an end of a space "),
+        (GatewaySettings, "ENGINE_KEY", "short"),
+        (SidecarSettings, "ENGINE_KEY", "short"),
+        (ConsoleSettings, "CONTROL_KEY", "short"),
+        (ConsoleSettings, "LOGIN_TOKEN", "sechzehn-Zeichen\u00e9"),
     ],
 )
 def test_a_bad_setting_ends_the_process_with_its_name(
@@ -64,3 +73,16 @@ def test_a_bad_setting_ends_the_process_with_its_name(
         read_settings(settings, {variable: value})
     line = capsys.readouterr().err
     assert ended.value.code == 2 and variable in line and line.count("\n") == 1
+
+
+def test_a_key_has_sixteen_characters_and_is_not_printed_where_it_has_fewer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "TREADLE_GATEWAY_API_KEY"
+    with pytest.raises(SystemExit):
+        read_settings(GatewaySettings, {name: "fifteen-letters"})
+    line = capsys.readouterr().err
+    assert f"{name}=*** is refused: must have 16 printable ASCII characters" in line
+    assert "fifteen-letters" not in line
+    assert read_settings(GatewaySettings, {name: "sixteen--letters"}).api_key
+    assert not read_settings(GatewaySettings, {name: ""}).api_key, "none: nobody needs one"

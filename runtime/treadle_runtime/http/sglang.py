@@ -52,6 +52,8 @@ PROTOCOL_ERRORS = (
 # Tokens that end an answer wherever a tokenizer has them, whatever the model's files name.
 ALWAYS_END = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 _CONNECTION_ERRORS = (aiohttp.ClientError, ConnectionError, asyncio.IncompleteReadError)
+_KEYS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+_KEY_FLAG = re.compile(r"(--(?:admin-)?api-key)[ =]\S+")
 _VALID_RANGE = re.compile(r"valid range is \[0, (\d{1,9})\)")
 # The paths that a step takes, and the statuses with which an engine says that a request is wrong:
 # 400, too large, and what a proxy's schema refuses. With any other error the engine has failed.
@@ -165,9 +167,11 @@ class Observer(Protocol):
         """Note that weights are loaded."""
 
 
-def open_session() -> aiohttp.ClientSession:
-    """Return a pool of connections to any number of engines, which its owner closes."""
+def open_session(key: str = "") -> aiohttp.ClientSession:
+    """Return a pool of connections to any number of engines, which its owner closes. key: SGLang's
+    --api-key; empty: the engines have none."""
     return aiohttp.ClientSession(
+        headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
         read_bufsize=LONGEST_LINE_BYTES,
     )
@@ -285,8 +289,11 @@ class EngineClient:
         return await self.server_info(), await self.model_info(), await self._vocab_size()
 
     async def server_info(self) -> dict[str, Any]:
-        """Return the arguments with which SGLang was started, and its state."""
-        return await self.ask("GET", "/server_info", read=_as_object)
+        """Return the arguments with which SGLang was started, and its state; without its keys,
+        which it reports too."""
+        return await self.ask(
+            "GET", "/server_info", read=lambda answer: _as_object(_without_keys(answer))
+        )
 
     async def model_info(self) -> dict[str, Any]:
         """Return what SGLang says of its model and of the version of its weights."""
@@ -628,6 +635,14 @@ def _as_object(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TypeError(f"{str(value)[:64]!r} is no JSON object")
     return value
+
+
+def _without_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_keys(each) for name, each in value.items() if name not in _KEYS}
+    if isinstance(value, list):
+        return [_without_keys(each) for each in value]
+    return _KEY_FLAG.sub(r"\1 ***", value) if isinstance(value, str) else value
 
 
 def _logprob(value: Any) -> float:

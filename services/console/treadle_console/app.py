@@ -1,9 +1,10 @@
 """Serve the page, its stream of changes, one trajectory, the interactive page on long tails, and
 control over HTTP.
 
-Nothing but `/api/control` changes the mesh, with a key that no browser sends by itself. A browser
-runs only scripts of this origin (Content-Security-Policy). `treadle_runtime.http.web` refuses pages
-of other origins, and names that lead here and are not this server's.
+Nothing but `/api/control` changes the mesh, with a key that no browser sends by itself. Where the
+console has a token, a browser presents it once, in the URL (`Login`). A browser runs only scripts
+of this origin (Content-Security-Policy). `treadle_runtime.http.web` refuses pages of other origins,
+and names that lead here and are not this server's.
 
 Changes are server-sent events, at most two a second, each with what has changed. The id of an event
 is the cursor after it, so that a browser which reconnects (Last-Event-ID) continues where it was.
@@ -17,6 +18,7 @@ names, so that two answers differ by what the user changed and not by chance.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -202,6 +204,11 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "cache-control": "no-cache",
 }
+NO_LOGIN = (
+    "open the URL with ?token= that the command printed which started this console (its "
+    "TREADLE_CONSOLE_LOGIN_TOKEN)"
+)
+SCHEMES = ("http", "https")  # a proxy in front uses the second
 MOST_BODY_BYTES = 512  # most bytes of a request that changes something
 HTTP_OF = {
     grpc.StatusCode.NOT_FOUND: 404,
@@ -227,6 +234,44 @@ class _SafeHeaders:
             await send(message)
 
         await self._app(scope, receive, add)
+
+
+class Login:
+    """Whom a console lets in. token: what a browser presents in the URL, which sets a cookie;
+    empty: everybody is let in. listen: host:port of the page. Browsers send a cookie to all ports
+    of a host, so its name has the port."""
+
+    def __init__(self, token: str, listen: str) -> None:
+        self.token, self.cookie = token, f"treadle-console-{listen.rpartition(':')[2]}"
+
+    def admits(self, given: str | None) -> bool:
+        """Return whether this is the token."""
+        return given is not None and hmac.compare_digest(given.encode(), self.token.encode())
+
+
+class _LoginCheck:
+    """Middleware that refuses browsers without the token."""
+
+    def __init__(self, app: ASGIApp, login: Login) -> None:
+        self._app, self._login = app, login
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self._login.token:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        logs_in = self._login.admits(request.query_params.get("token"))
+        if not (logs_in or self._login.admits(request.cookies.get(self._login.cookie))):
+            await _refuse(401, NO_LOGIN)(scope, receive, send)
+            return
+        value = f"{self._login.cookie}={self._login.token}; HttpOnly; SameSite=Strict; Path=/"
+
+        async def add(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"set-cookie", value.encode())]
+            await send(message)
+
+        await self._app(scope, receive, add if logs_in else send)
 
 
 class Pages:
@@ -296,7 +341,7 @@ def _refuse_as(error: grpc.aio.AioRpcError) -> Response:
     return refuse_plainly(HTTP_OF.get(error.code(), 502), error.details() or error.code().name)
 
 
-def make_app(pages: Pages) -> Starlette:
+def make_app(pages: Pages, login: Login) -> Starlette:
     """Return the application."""
     endpoints: dict[str, Callable[[Request], Awaitable[Response]]] = {
         "/": pages.index,
@@ -307,7 +352,11 @@ def make_app(pages: Pages) -> Starlette:
     routes: list[Any] = [Route(path, endpoint) for path, endpoint in endpoints.items()]
     routes.append(Route("/api/control", pages.control, methods=["POST"]))
     routes.append(Mount("/static", StaticFiles(directory=STATIC)))
-    middleware = [Middleware(_SafeHeaders), Middleware(GZipMiddleware, minimum_size=1024)]
+    middleware = [
+        Middleware(_SafeHeaders),
+        Middleware(_LoginCheck, login=login),
+        Middleware(GZipMiddleware, minimum_size=1024),
+    ]
     return Starlette(
         routes=routes,
         middleware=middleware,

@@ -3,20 +3,21 @@
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
-from treadle_runtime.config import Hosts, Settings, address, addresses, is_loopback
+from treadle_runtime.config import Hosts, Key, Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
 DEFAULT_MOST_TRAJECTORIES = (
     20_000  # three training steps of 6,400 trajectories; about 60 MB with their bars
 )
-LEAST_KEY_CHARS = 16
 DEFAULT_MOST_SPANS = 400_000  # bars of the picture: some 20 of each of those trajectories
 
 
 class ConsoleSettings(Settings):
     """Settings of the console. http_listen: where browsers connect; `listen` answers gRPC health.
     http_hosts: names under which browsers may reach it, with commas between, beside its address and
-    localhost. scheduler: address of the mesh's scheduler; several with commas between. control_key:
+    localhost. login_token: what a browser presents once, in the URL (`/?token=`); empty: whoever
+    reaches the address sees the mesh. scheduler: address of the mesh's scheduler; several with
+    commas between. control_key:
     whoever types it into the page may pause, resume and drain; empty: nobody may.
     most_trajectories, most_spans: how many are kept in memory; beyond, the oldest are removed."""
 
@@ -26,21 +27,11 @@ class ConsoleSettings(Settings):
     http_listen: Address = "127.0.0.1:7400"
     http_hosts: Hosts = ""
     scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
-    control_key: SecretStr = SecretStr("")
+    login_token: Key = SecretStr("")
+    control_key: Key = SecretStr("")
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
     most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS
 
-    @field_validator("control_key")
-    @classmethod
-    def _is_not_guessed(cls, key: SecretStr) -> SecretStr:
-        value = key.get_secret_value()
-        plain = value.isascii() and value.isprintable() and value == value.strip()
-        if value and not (len(value) >= LEAST_KEY_CHARS and plain):
-            raise ValueError(
-                f"must have {LEAST_KEY_CHARS} printable ASCII characters or more, none a space at "
-                "an end: openssl rand -hex 16"
-            )
-        return key
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:

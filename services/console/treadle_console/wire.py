@@ -11,7 +11,7 @@ from treadle_runtime.http.web import Edge, bind_http, serve_http
 from treadle_runtime.server import Runtime, Wiring
 
 from treadle_console import convert
-from treadle_console.app import MOST_BODY_BYTES, Feed, Pages, make_app
+from treadle_console.app import MOST_BODY_BYTES, Feed, Login, Pages, make_app
 from treadle_console.config import ConsoleSettings
 from treadle_console.control import Control
 from treadle_console.state import Mesh
@@ -34,7 +34,8 @@ async def wire(runtime: Runtime) -> Wiring:
     feed = Feed(mesh, uuid.uuid4().hex[:12], runtime.stopping, lambda: round(1e3 * time.time()))
     control = Control(watch.scheduler, runtime.channel, settings.control_key.get_secret_value())
     mesh.set_section("control", {"offered": control.offered})
-    app = make_app(Pages(feed, watch.scheduler, control))
+    login = Login(settings.login_token.get_secret_value(), settings.http_listen)
+    app = make_app(Pages(feed, watch.scheduler, control), login)
     hosts = [settings.http_listen.rpartition(":")[0], *names_of(settings.http_hosts)]
     edge = Edge(hosts, "TREADLE_CONSOLE_HTTP_HOSTS", body_bytes=MOST_BODY_BYTES)
     grace_s = settings.drain_grace_s

@@ -3,7 +3,15 @@
 from typing import Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, Field, SecretStr, model_validator
-from treadle_runtime.config import Hosts, OptionalFolder, Settings, address, addresses, is_loopback
+from treadle_runtime.config import (
+    Hosts,
+    Key,
+    OptionalFolder,
+    Settings,
+    address,
+    addresses,
+    is_loopback,
+)
 
 DEFAULT_IDLE_S = 1800.0  # longer than a tool runs
 DEFAULT_UNNAMED_IDLE_S = 5.0  # no message ends such a conversation, and an open one holds KV
@@ -21,9 +29,10 @@ class GatewaySettings(Settings):
     gRPC health. http_hosts: names under which callers may reach it, with commas between, beside its
     addresses and those of its certificate. scheduler: address of the mesh's scheduler; several with
     commas between. api_key: what a caller must present (`Authorization: Bearer KEY`); empty:
-    nothing. tokenizer: a folder with tokenizer.json; empty: texts are refused, and token ids alone
-    are served. tool_parser, reasoning_parser: SGLang's names of them; empty: those that the engines
-    were started with.
+    nothing. engine_key: SGLang's --api-key, the same for all engines; empty: none. tokenizer: a
+    folder with tokenizer.json; empty: texts are refused, and token ids alone are served.
+    tool_parser, reasoning_parser: SGLang's names of them; empty: those that the engines were
+    started with.
     idle_s: a session whose last request ended so long ago is closed. unnamed_idle_s: the same for
     requests without a session. idle_tokens: beyond them, the sessions that are idle for longest are
     closed. held_bytes: most that requests in flight take, by an estimate. away_after_s: the mesh is
@@ -38,7 +47,8 @@ class GatewaySettings(Settings):
     http_listen: Address = "127.0.0.1:7409"
     http_hosts: Hosts = ""
     scheduler: Annotated[str, AfterValidator(addresses)] = "127.0.0.1:7401"
-    api_key: SecretStr = SecretStr("")
+    api_key: Key = SecretStr("")
+    engine_key: Key = SecretStr("")
     tokenizer: OptionalFolder = ""
     tool_parser: str = ""
     reasoning_parser: str = ""

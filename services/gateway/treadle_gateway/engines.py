@@ -71,16 +71,17 @@ T = TypeVar("T")
 
 
 class Engines:
-    """The HTTP servers of the engines that `mesh` has named."""
+    """The HTTP servers of the engines that `mesh` has named. key: SGLang's, of all of them; empty:
+    none."""
 
-    def __init__(self, mesh: MeshLink) -> None:
+    def __init__(self, mesh: MeshLink, key: str = "") -> None:
         self._mesh = mesh
         self._of_session: OrderedDict[str, str] = OrderedDict()  # URL of the session's engine
         self._running: Counter[str] = Counter()  # how many requests of this gateway run, by URL
         self._failed: dict[str, float] = {}  # when an engine did not answer, by URL
         self._bounds: dict[str, Bounds] = {}  # by URL, since the engine answered last
         self._unreachable_until_s = 0.0
-        self._session = open_session()
+        self._session = open_session(key)
 
     async def close(self) -> None:
         """Close all connections, also those of running requests."""

@@ -85,7 +85,7 @@ async def wire(runtime: Runtime) -> Wiring:
         settings.away_after_s,
         settings.no_weights_s,
     )
-    engines = Engines(mesh)
+    engines = Engines(mesh, settings.engine_key.get_secret_value())
     gauge, total = runtime.metrics.gauge, runtime.metrics.total
     requests = total("requests", "request", "Requests, by the way that they took")
     calls = Calls(mesh, engines, model, GIVE_UP_S, lambda way: requests(1, {"way": way}))

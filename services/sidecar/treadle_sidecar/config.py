@@ -2,10 +2,11 @@
 
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from treadle_core.engine_queue.preemptive_queue import DEFAULT_HYSTERESIS, DEFAULT_MIN_RUN_TOKENS
 from treadle_runtime.config import (
     Json,
+    Key,
     OptionalAddress,
     OptionalAddresses,
     OptionalFolder,
@@ -34,6 +35,7 @@ class SidecarSettings(Settings):
     listen: str = "127.0.0.1:7410"
     engine_id: Identifier  # name of the engine in this mesh
     engine_url: EngineUrl = DEFAULT_ENGINE_URL  # SGLang's HTTP server
+    engine_key: Key = SecretStr("")  # its --api-key; empty: none
     advertise: OptionalAddress = (
         ""  # where others reach this sidecar; empty: the address it listens at
     )

@@ -11,7 +11,7 @@ from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from treadle_core.engine_queue.pace import EngineProgress, EngineWork, MeasuredCurve
 from treadle_core.engine_queue.preemptive_queue import QueuePolicy
 from treadle_runtime.fields import timestamp
-from treadle_runtime.http.sglang import EngineClient
+from treadle_runtime.http.sglang import EngineClient, open_session
 from treadle_runtime.idempotency import RequestRecords
 from treadle_runtime.identity import SealCheck
 from treadle_runtime.server import Runtime, Wiring
@@ -34,7 +34,8 @@ async def wire(runtime: Runtime) -> Wiring:
     measured = MeasuredCurve(declared)
     progress = EngineProgress(settings.engine_stall_s)
     notes = EngineNotes(EngineWork(measured.take), progress)
-    engine = EngineClient(settings.engine_url, observer=notes)
+    session = open_session(settings.engine_key.get_secret_value())
+    engine = EngineClient(settings.engine_url, session, observer=notes)
     watch = EngineWatch(engine, progress, measured.known)
     clock = SchedulerClock()
     contexts = Contexts()

@@ -11,6 +11,9 @@ const SILENCE_MS = 25000; // the server says something at least every 10 s
 const RETRY_MS = 1000;
 const THEMES = ["system", "light", "dark"];
 
+// The cookie that came with this page is enough from now on.
+if (window.location.search) window.history.replaceState(null, "", `/${window.location.hash}`);
+
 const store = new Store();
 const main = document.getElementById("main");
 const line = { open: false, heard_ms: Date.now(), last_id: "", source: null, retry: 0 };

@@ -271,6 +271,10 @@ class Control:
         itself."""
 
         async def endpoint(request: Request) -> Response:
+            if path in ("server_info", "get_server_info"):
+                url = _url_of(self._one(request))
+                ask = self._engines.ask(url, lambda client: client.server_info())
+                return JSONResponse(await ask)
             query = f"?{request.url.query}" if request.url.query else ""
             return await self._pass_on(
                 self._one(request), request.method, f"/{path}{query}", await request.body()

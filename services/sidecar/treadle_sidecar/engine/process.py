@@ -105,7 +105,9 @@ class EngineSpec:
     engine's own processes (0: SGLang chooses a port, and binds it seconds later, when another
     process may have taken it). `otlp_endpoint` is the collector of SGLang's own spans
     (http://host:port, "": none), which belong to the trace of the step's trajectory; the engine's
-    venv needs OpenTelemetry for that.
+    venv needs OpenTelemetry for that. `config` is a YAML file of more flags, for those that must
+    not stand on a command line. `rendezvous` is a new file at which the engine's own processes meet
+    (None: torch's port, which is open to everybody and asks for no key).
     """
 
     engine_id: str
@@ -124,6 +126,8 @@ class EngineSpec:
     seed: int = 0
     nccl_port: int = 0
     otlp_endpoint: str = ""
+    config: Path | None = None
+    rendezvous: Path | None = None
 
 
 class EngineCommand(NamedTuple):
@@ -165,6 +169,8 @@ def engine_command(spec: EngineSpec, environ: Mapping[str, str] | None = None) -
     if spec.otlp_endpoint:
         argv += ["--enable-trace", "--otlp-traces-endpoint", spec.otlp_endpoint]
         argv += ["--otlp-service-name", "treadle-engine"]
+    if spec.config is not None:
+        argv += ["--config", str(spec.config)]
     if spec.nccl_port:
         argv += ["--nccl-port", str(spec.nccl_port)]
     if spec.kv_tokens:
@@ -240,6 +246,8 @@ def _environment(spec: EngineSpec, environ: Mapping[str, str]) -> dict[str, str]
     env = _plain_environment(environ)
     if spec.otlp_endpoint:
         env.setdefault("SGLANG_TRACE_LEVEL", TRACE_LEVEL)
+    if spec.rendezvous is not None:
+        env["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = spec.rendezvous.absolute().as_uri()
     if spec.hicache_dir is not None:
         env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = str(spec.hicache_dir.absolute())
         env["PYTHONPATH"] = str(STORAGE_BACKEND)

@@ -62,7 +62,7 @@ def convert(out: Path) -> Path:
         )
         model.save_pretrained(partial)
         AutoTokenizer.from_pretrained(str(source.parent), **where).save_pretrained(partial)
-        partial.chmod(0o755)  # mkdtemp makes it private; other users of a shared cache may read it
+        partial.chmod(0o755)  # mkdtemp makes it private
         try:
             partial.rename(out)
         except OSError:
@@ -75,6 +75,7 @@ def convert(out: Path) -> Path:
 
 def main() -> None:
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else default_folder()
+    os.umask(0o022)  # of a shared cache, which other users may read
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
     print(convert(out))

@@ -58,6 +58,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1638
 PTYS = 16
 MOST_SIGNALS = 256  # that wait to be taken
 MOST_INOTIFY = {"max_inotify_instances": 16, "max_inotify_watches": 8192}
+USUAL_UMASK = 0o022  # whatever that of the service is, foreign code sees the one of most systems
 OOM_SCORE = 500  # as if it held half of the machine's memory
 
 _SHM_INFO, _MSG_INFO, _SEM_INFO = 14, 12, 19
@@ -156,6 +157,7 @@ def drop_privileges() -> None:
     because a signal that init does not handle never reaches it from inside its namespace.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.umask(USUAL_UMASK)
     drop_capabilities()
     _filter_system_calls(_FILTER)
     set_dumpable(False)
