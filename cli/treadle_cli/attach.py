@@ -32,11 +32,12 @@ from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
 from treadle_cli.mesh.scheduler import reach_scheduler
-from treadle_cli.mesh.services import Addresses, ControlPlane, choose_addresses, open_tree
+from treadle_cli.mesh.services import Access, Addresses, ControlPlane, choose_addresses, open_tree
 from treadle_cli.options import (
     DEFAULT_OUT,
     DEFAULT_PORT,
     MOST_PORT,
+    NATS_VARIABLE,
     AsJson,
     Out,
     choose_console,
@@ -112,7 +113,13 @@ def attach(
         bool, typer.Option("--check", help="Say what must change, and start nothing.")
     ] = False,
     scheduler: Annotated[str, typer.Option(help="host:port of a mesh that runs, to join it.")] = "",
-    nats_url: Annotated[str, typer.Option(help="The NATS of that mesh, nats://host:port.")] = "",
+    nats_url: Annotated[
+        str,
+        typer.Option(
+            help="The NATS of that mesh, nats://host:port; with a password by TREADLE_NATS_URL, "
+            "since other users read command lines."
+        ),
+    ] = "",
     host: Annotated[
         str,
         typer.Option(
@@ -145,6 +152,7 @@ def attach(
     """Put a sidecar beside each SGLang server that somebody else started, until Ctrl-C, which
     leaves the servers as they were. Checks the servers' flags first; exit code 1 of --check where
     one must change."""
+    nats_url = nats_url or (os.environ.get(NATS_VARIABLE, "") if scheduler else "")
     plan = AttachPlan(tuple(urls), scheduler, nats_url, port, host, slots, kv_folder, secure)
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
@@ -200,7 +208,7 @@ async def run_attach(
                 await attachment.start(board)
             out.print(attachment.table())
             for line in attachment.hints(folder / "logs"):
-                out.print(line, highlight=False, soft_wrap=True)
+                out.print(line, highlight=False, soft_wrap=True, markup=False)
             if announce is not None:
                 announce(attachment.addresses())
             await attachment.until_broken()
@@ -281,14 +289,12 @@ class _Attachment:
 
     def addresses(self) -> dict[str, object]:
         """Return the addresses of the mesh by name, with the sidecars of this command."""
-        return replace(self._where, sidecars=self._sidecars).named(
-            self.nats_url, self._front_door, self._page
-        )
+        return replace(self._where, sidecars=self._sidecars).named(self._access)
 
     @property
-    def nats_url(self) -> str:
-        """Return the URL of the mesh's NATS."""
-        return self._control.nats_url
+    def _access(self) -> Access:
+        key = self._control.api_key if self._front_door else ""
+        return Access(self._control.nats_url, self._front_door, self._page, key)
 
     async def until_broken(self) -> None:
         """Raise ProcessError once a child dies."""
@@ -330,13 +336,14 @@ class _Attachment:
         """Return a table of the addresses, as treadle up prints them."""
         servers = {engine_id: f"SGLang at {url}" for engine_id, url in self._urls.items()}
         where = replace(self._where, sidecars=self._sidecars)
-        return where.table(self.nats_url, self._front_door, self._page, servers)
+        return where.table(self._access, servers)
 
     def hints(self, logs: Path) -> list[str]:
         """Return lines that name what to do next."""
         lines = []
         if self._certificates is not None:
             lines.append(describe_clients(self._certificates))
+        lines += [] if self._plan.scheduler else self._access.lines()
         lines.append(f"Watch it: treadle top --scheduler {self._where.scheduler}")
         lines.append(
             f"Logs: {logs}. Ctrl-C takes the sidecars away and leaves the servers as they are."

@@ -10,7 +10,6 @@ keeps its state, and from there it publishes the facts of its own kinds and read
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -35,7 +34,7 @@ from treadle_runtime.identity import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli import exits
 from treadle_cli.exits import UsageProblem
-from treadle_cli.options import AsJson, print_json
+from treadle_cli.options import AsJson, make_private_folder, print_json, require_own, write_private
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
 OPERATOR, CONSOLE, NATS = "operator", "console", "nats"
@@ -88,15 +87,20 @@ class Authority:
     @classmethod
     def at(cls, folder: Path) -> Authority:
         """Return the authority in the folder, and make one where there is none. Raises
-        UsageProblem."""
-        if not (folder / AUTHORITY_KEY).exists():
+        UsageProblem, also where another user owns the folder or a file of it, or can change it."""
+        make_private_folder(folder)
+        key_file = folder / AUTHORITY_KEY
+        if not key_file.exists():
             made = cls.create()
-            folder.mkdir(parents=True, exist_ok=True)
-            _write(folder / AUTHORITY_KEY, _private(made._key))
-            _write(folder / AUTHORITY, made.certificate.public_bytes(Encoding.PEM))
+            write_private(key_file, _private(made._key))
+            write_private(folder / AUTHORITY, made.certificate.public_bytes(Encoding.PEM))
             return made
         try:
-            key = load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
+            require_own(key_file)
+            require_own(folder / AUTHORITY)
+            if key_file.stat().st_mode & 0o077:
+                raise UsageProblem(f"{key_file} can be read by other users: make a new authority")
+            key = load_pem_private_key(key_file.read_bytes(), password=None)
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
         except (OSError, ValueError) as error:
             raise UsageProblem(f"{folder} has an authority that cannot be read: {error}") from None
@@ -122,10 +126,12 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .add_extension(authority_key, critical=False)
         )
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / AUTHORITY, self.certificate.public_bytes(Encoding.PEM))
-        _write(folder / KEY, _private(key))
-        _write(folder / CERTIFICATE, builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM))
+        make_private_folder(folder)
+        write_private(folder / AUTHORITY, self.certificate.public_bytes(Encoding.PEM))
+        write_private(folder / KEY, _private(key))
+        write_private(
+            folder / CERTIFICATE, builder.sign(self._key, SHA256()).public_bytes(Encoding.PEM)
+        )
 
 
 def certs(
@@ -212,16 +218,6 @@ def _builder(
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file in one step, readable by its owner alone: a process may be reading the one
-    before."""
-    part = path.with_name(f"{path.name}.part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    part.replace(path)
 
 
 PUBLISHES = {

@@ -1,7 +1,9 @@
-"""Define options that several commands share, where commands print, and the folder that a run is
-written to."""
+"""Define options that several commands share, where commands print, and the folders and files that
+other users of the machine cannot read."""
 
 import json
+import os
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -15,7 +17,9 @@ from treadle_cli.exits import UsageProblem, err
 
 DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
+NATS_VARIABLE = "TREADLE_NATS_URL"
 DEFAULT_OUT = Path("runs")
+PRIVATE_UMASK = 0o077  # of what commands write: conversations, keys, logs
 
 # Sixteen times the papers' cluster: beyond, a simulation takes longer than anyone waits, and then
 # the memory.
@@ -104,10 +108,48 @@ def print_json(found: Mapping[str, Any]) -> None:
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:
     """Create the folder <kind><time>-<four letters>: names sort by time, two runs of one second
-    differ. Raises UsageProblem."""
+    differ. What this process and its children write from now on is for this user alone. Raises
+    UsageProblem."""
+    os.umask(PRIVATE_UMASK)
     folder = out_folder / f"{kind}{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     try:
         folder.mkdir(parents=True)
+        found = out_folder.stat()
     except OSError as error:
         raise UsageProblem(f"--out: {out_folder}: {error.strerror}") from error
+    # Its owner, or whoever may write there, could put another folder in the place of this one.
+    open_to_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    if open_to_all or found.st_uid not in (0, os.geteuid()):
+        folder.rmdir()
+        raise UsageProblem(
+            f"--out: {out_folder} belongs to user {found.st_uid}, or all users may write there: "
+            "name a folder of your own"
+        )
     return folder
+
+
+def make_private_folder(folder: Path) -> Path:
+    """Make a folder for this user alone unless it is there, and return it. Raises UsageProblem
+    where another user owns it or may write there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    require_own(folder)
+    return folder
+
+
+def require_own(path: Path) -> None:
+    """Raise UsageProblem unless this user owns a file or folder and nobody else may write there."""
+    owners = {path.lstat().st_uid, path.stat().st_uid}  # of a link, too
+    if owners != {os.geteuid()}:
+        raise UsageProblem(f"{path} belongs to another user: name a folder of your own")
+    if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise UsageProblem(f"{path} can be changed by other users: run chmod go-w {path}")
+
+
+def write_private(path: Path, content: str | bytes) -> None:
+    """Write a file in one step, readable by its owner alone: a process may be reading the one
+    before."""
+    part = path.with_name(f"{path.name}.part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    part.replace(path)

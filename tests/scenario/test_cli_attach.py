@@ -124,8 +124,9 @@ async def test_sidecars_join_a_mesh_that_runs_and_leave_it(
         assert where["scheduler"] == scheduler.address and where["nats"] == nats_url
         assert "gateway" not in where, "a mesh that runs has its own"
         assert await run_trajectory(scheduler.address, "p0") == expected(PROMPT, 5)
+        at = {"TREADLE_NATS_URL": nats_url}
         code, _, errors = await output_of(
-            *TREADLE, "attach", servers[0].url, *options, cwd=tmp_path
+            *TREADLE, "attach", servers[0].url, *options[:2], cwd=tmp_path, env=at
         )
         assert code == 2 and "is it attached already?" in " ".join(errors.split()), errors
         assert await attached.end() == 130
@@ -147,7 +148,13 @@ async def test_a_check_says_which_flag_must_change_and_starts_nothing(
     code, said, _ = await output_of(*TREADLE, "attach", "--check", good.url, bad.url, cwd=tmp_path)
     assert code == 1
     assert "✗ radix cache: is off" in said and "without --disable-radix-cache" in said
-    code, said, errors = await output_of(*TREADLE, "attach", good.url, bad.url, cwd=tmp_path)
+    good.key = "correct-horse-battery-staple"
+    code, said, _ = await output_of(*TREADLE, "attach", "--check", good.url, cwd=tmp_path)
+    assert code == 1 and "Set TREADLE_ENGINE_KEY to that of its --api-key" in said
+    key = {"TREADLE_ENGINE_KEY": good.key}
+    code, said, errors = await output_of(
+        *TREADLE, "attach", good.url, bad.url, cwd=tmp_path, env=key
+    )
     assert code == 2 and f"nothing was started: {bad.url}: radix cache: is off" in " ".join(
         errors.split()
     )

@@ -3,18 +3,23 @@ group."""
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
+from treadle_cli.certs import make_certificates
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'treadle[ray]'")
 
+from support import other_user as other  # noqa: E402
 from support import ray_cluster as cluster  # noqa: E402 - it imports Ray
 from support.fake_sglang import expected  # noqa: E402
 
@@ -200,6 +205,48 @@ def test_a_server_that_no_actor_runs_is_placed_on_the_node_with_its_address(
     assert "no node of the cluster has this address" in mesh["refused"]["http://192.0.2.77:30000"]
     rollout = ray.remote(cluster.Rollout).options(num_cpus=0).remote()
     assert ray.get(rollout.play.remote(2, 2)) == []
+
+
+@other.needs_root
+@pytest.mark.parametrize("option", ["--no-secure", "--secure"])
+def test_another_user_of_the_head_node_gets_no_right_on_the_mesh(
+    address: str, job: cluster.Job, option: str
+) -> None:
+    """That user has made the mesh's folder first, with an authority in it. Result: nothing starts
+    there; in a folder of root's the mesh is as closed as that of `treadle up`."""
+    job.start_server("sglang_server_0_0", 0)
+    folder = Path(tempfile.mkdtemp(prefix="tr-"))
+    folder.chmod(0o755)
+    theirs, ours = folder / "theirs", folder / "ours"
+    make_certificates(theirs / "state" / "certificates")
+    for path in (theirs, *theirs.rglob("*")):
+        os.chown(path, other.OTHER_USER, other.OTHER_USER)
+    start = ("up", "--ray", address, "--port", "0", "--json", option, "--ray-folder")
+    try:
+        code, _, errors = treadle(*start, str(theirs))
+        assert code == 2 and f"{theirs} belongs to another user" in errors
+        code, said, errors = treadle(*start, str(ours))
+        assert code == 0, errors
+        mesh = json.loads(said)
+        cluster.until(lambda: cluster.pid_of("gateway"))
+        processes = [
+            psutil.Process(cluster.pid_of(name)) for name in cluster.mesh_actors() - {"treadle"}
+        ]
+        certificates = ours / "state" / "certificates" if mesh["secure"] else None
+        assert (certificates is not None) == (option == "--secure")
+        other.require_closed_files(other.files_of(processes, ours))
+        page, nats = urlsplit(mesh["console"]), urlsplit(mesh["nats"])
+        secrets = [page.query.removeprefix("token="), nats.password, mesh["api_key"]]
+        pids = [process.pid for process in processes]
+        assert other.require_quiet_processes(pids, filter(None, secrets))
+        others = {other.address_of(mesh[name]) for name in ("nats", "gateway", "console")}
+        other.require_grpc(set(other.listeners_of(processes)) - others, certificates)
+        other.require_nats(mesh["nats"])
+        other.require_console(mesh["console"])
+        other.require_gateway(mesh["gateway"], mesh["api_key"])
+    finally:
+        treadle("down", "--ray", address)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_what_was_given_wrong_is_named_and_nothing_starts(

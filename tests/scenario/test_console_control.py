@@ -192,13 +192,14 @@ async def test_with_certificates_the_console_acts_as_an_operator(
     paused, go on, and are drained."""
     monkeypatch.setenv("TREADLE_CONSOLE_CONTROL_KEY", KEY)
     async with secure_mesh(tmp_path) as mesh, aiohttp.ClientSession() as session:
-        page = await mesh.plane.start_console(base_port=0)
+        page, _, login = (await mesh.plane.start_console(base_port=0)).partition("/?")
         headers = {"Origin": page, "Authorization": f"Bearer {KEY}"}
 
         async def act(action: str, engine: str = "") -> list[tuple[bool, bool]]:
             """Whether each engine is paused, and drained, after it."""
             asked = {"action": action, "engine": engine}
-            async with session.post(f"{page}/api/control", json=asked, headers=headers) as response:
+            to = f"{page}/api/control?{login}"
+            async with session.post(to, json=asked, headers=headers) as response:
                 assert (response.status, await response.json()) == (200, {"errors": {}})
             return await standing()
 

@@ -29,9 +29,10 @@ class TreadleProcess:
     ) -> None:
         if arguments[0] in STARTS_TOOLS:
             need_sandbox()
+        self.folder = folder
         self._patience_s = patience_s
-        self._screen = folder / "screen.txt"
-        with self._screen.open("wb") as screen:
+        self.screen = folder / "screen.txt"
+        with self.screen.open("wb") as screen:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "treadle_cli", *arguments],
                 cwd=folder,
@@ -45,7 +46,7 @@ class TreadleProcess:
 
     def text(self) -> str:
         """All that it has printed."""
-        return self._screen.read_text()
+        return self.screen.read_text()
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition, and remember every process that is below this one meanwhile."""
@@ -67,6 +68,10 @@ class TreadleProcess:
             return []
         self._tree |= {process.pid: process for process in found}
         return found
+
+    def everyone(self) -> list[psutil.Process]:
+        """Treadle itself and the processes below it now."""
+        return [psutil.Process(self._process.pid), *self.look()]
 
     def named(self, words: str) -> psutil.Process:
         """The one process below it whose command line holds `words`."""

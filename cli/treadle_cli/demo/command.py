@@ -12,6 +12,7 @@ from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder, engine
 from treadle_cli.options import (
     DEFAULT_OUT,
     DEFAULT_SCHEDULER,
+    NATS_VARIABLE,
     AsJson,
     Engines,
     Model,
@@ -77,7 +78,10 @@ def demo(
 def rollout(
     scheduler: Scheduler = DEFAULT_SCHEDULER,
     nats_url: Annotated[
-        str, typer.Option(help="The mesh's NATS; without it migrations do not show.")
+        str,
+        typer.Option(
+            help="The mesh's NATS; without it migrations do not show.", envvar=NATS_VARIABLE
+        ),
     ] = "",
     model: Annotated[
         str, typer.Option(help="Folder with the tokenizer.json of the model that the mesh serves.")

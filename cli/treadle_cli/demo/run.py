@@ -148,7 +148,7 @@ async def warm_engines(engines: Sequence[Engine], token_ids: list[int]) -> None:
     """Generate WARM_TOKENS on each engine, alone and as a batch: the first batch of a fresh engine
     is slow."""
     limits = Limits(silence_s=ENGINE_TIMEOUT_S)
-    async with open_session() as session:
+    async with open_session(engines[0].key) as session:
         clients = [EngineClient(engine.url, session, limits) for engine in engines]
         for batch in WARM_BATCHES:
             sampling = {"max_new_tokens": WARM_TOKENS, "ignore_eos": True}

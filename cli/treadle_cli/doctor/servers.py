@@ -6,6 +6,7 @@ too, because the same function reads the answers.
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from treadle_sidecar.engine.watch import EngineProfile, read_profile
 
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding
 from treadle_cli.exits import UsageProblem
+from treadle_cli.mesh.engines import KEY_VARIABLE
 
 TESTED_VERSION = "0.5.23"  # of SGLang
 ANSWER_S = 10.0  # a CPU engine in a long prefill answers late
@@ -92,7 +94,7 @@ def clean_urls(urls: Sequence[str]) -> list[str]:
 async def read_servers(urls: Sequence[str]) -> list[Server]:
     """Read all servers at once, and return them in the order of the URLs."""
     limits = Limits(connect_s=ANSWER_S, answer_s=ANSWER_S)
-    async with open_session() as session:
+    async with open_session(os.environ.get(KEY_VARIABLE, "")) as session:
         clients = [EngineClient(url, session, limits) for url in urls]
         return list(await asyncio.gather(*map(_read, clients)))
 
@@ -114,7 +116,7 @@ def _explain(path: str, error: EngineLost | EngineRefused) -> tuple[str, str]:
     """Return why a server has not answered, and what to do."""
     if isinstance(error, EngineRefused):
         if error.status in NEEDS_KEY:
-            return ("it asks for an API key", "A sidecar sends none: start it without --api-key.")
+            return ("it asks for an API key", f"Set {KEY_VARIABLE} to that of its --api-key.")
         return (
             f"{path} answers HTTP {error.status}, so it is no SGLang {TESTED_VERSION}",
             f"Give the URL of a server of SGLang {TESTED_VERSION}, not of a router.",

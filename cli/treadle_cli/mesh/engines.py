@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import secrets
 import shutil
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.processes import HOST, Child, ProcessError, ProcessTree
+from treadle_cli.options import write_private
 
 if TYPE_CHECKING:
     from treadle_runtime.fork_server import ForkServer
@@ -44,6 +47,8 @@ HEALTH_TIMEOUT_S = 5.0  # one look; a server that warms up answers late
 FLUSH_WAIT_S = (
     12.0  # longer than a sidecar's probe of its idle engine, which a flush has to wait for
 )
+KEY_VARIABLE = "TREADLE_ENGINE_KEY"
+SEVERAL_TOKENIZERS = "--tokenizer-worker-num"
 STAGE = 1  # after the services, before NATS
 
 
@@ -60,7 +65,8 @@ class EnginePlan:
     """Plan of the engines to start. cores: one each on a CPU, empty on GPUs. flags: SGLang's own,
     passed through. weights: of engines on a CPU, int8, float, or auto for the faster. kv_folder,
     kv_limit_gb: where KV pages are to be and how many GB of them; None: chosen by what is free
-    (`place_kv`)."""
+    (`place_kv`). key: what the engines require of their callers; config: SGLang's file that has it
+    (`with_key`)."""
 
     count: int
     slots: int
@@ -72,6 +78,8 @@ class EnginePlan:
     weights: str = "auto"
     kv_folder: Path | None = None
     kv_limit_gb: float | None = None
+    key: str = ""
+    config: Path | None = None
 
     @property
     def engine_ids(self) -> list[str]:
@@ -101,13 +109,45 @@ def engine_plan(
     return EnginePlan(count, slots, model, python, cores, seed, tuple(flags), weights)
 
 
+def with_key(plan: EnginePlan, folder: Path) -> EnginePlan:
+    """Return the plan with a key that its engines require of their callers: that of --api-key or
+    KEY_VARIABLE, else a new one. Other users of the machine reach the engines' ports and read
+    command lines, so SGLang reads it from a file in `folder`. Raises UsageProblem."""
+    key, flags = _take_flag("--api-key", plan.flags)
+    given, flags = _take_flag("--config", flags)
+    try:
+        content = Path(given).read_text() if given else ""
+    except OSError as error:
+        raise UsageProblem(f"--config {given}: {error.strerror}") from None
+    key = key or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe()
+    # SGLang takes no key where several processes tokenise
+    line = "" if _take_flag(SEVERAL_TOKENIZERS, flags)[0] else f"api-key: {json.dumps(key)}\n"
+    config = folder.absolute() / "sglang.yaml"
+    write_private(config, f"{content}\n{line}")
+    return replace(plan, flags=flags, key=key, config=config)
+
+
+def _take_flag(name: str, flags: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """Return the value of a flag of SGLang, empty where it is not given, and the other flags."""
+    value, others, rest = "", list[str](), iter(flags)
+    for flag in rest:
+        if flag == name:
+            value = next(rest, "")
+        elif flag.startswith(f"{name}="):
+            value = flag.removeprefix(f"{name}=")
+        else:
+            others.append(flag)
+    return value, tuple(others)
+
+
 @dataclass(frozen=True)
 class Engine:
-    """A started engine. url: of its HTTP server. cores: those that it is pinned to. units: its
-    cores or accelerators, as a resource plan shares them out."""
+    """A started engine. url: of its HTTP server. key: what that requires of callers. cores: those
+    that it is pinned to. units: its cores or accelerators, as a resource plan shares them out."""
 
     engine_id: str
     url: str
+    key: str
     child: Child
     cores: tuple[int, ...]
     kind: EngineClass
@@ -228,6 +268,8 @@ def start_engine(
         seed=plan.seed,
         nccl_port=nccl_port,
         otlp_endpoint=os.environ.get("TREADLE_OTLP_ENDPOINT", ""),
+        config=plan.config,
+        rendezvous=plan.config.with_name(f"{engine_id}.torch") if cores and plan.config else None,
     )
     command = process.engine_command(spec, environ)
     if cores and tree.engine_forks is not None:
@@ -248,7 +290,7 @@ def start_engine(
         # SGLang takes up to 5 s to notice a SIGTERM, and an engine on a CPU leaves nothing that
         # the kernel does not free.
         child.stop_signal = signal.SIGKILL
-    return Engine(engine_id, f"http://{HOST}:{port}", child, cores, kind, units)
+    return Engine(engine_id, f"http://{HOST}:{port}", plan.key, child, cores, kind, units)
 
 
 def _degree(flags: Sequence[str]) -> int:
@@ -312,7 +354,8 @@ async def forget_caches(
         except EngineRefused as error:
             note(f"{engine.engine_id} did not flush its cache: {str(error).strip()}")
 
-    async with open_session() as session, asyncio.TaskGroup() as tasks:
+    key = engines[0].key if engines else ""
+    async with open_session(key) as session, asyncio.TaskGroup() as tasks:
         for engine in engines:
             if not engine.child.exited.is_set():
                 tasks.create_task(flush(engine))

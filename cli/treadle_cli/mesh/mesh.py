@@ -31,7 +31,14 @@ from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
-from treadle_cli.mesh.services import CONSOLE, TOGETHER, ControlPlane, choose_addresses, open_tree
+from treadle_cli.mesh.services import (
+    CONSOLE,
+    TOGETHER,
+    Access,
+    ControlPlane,
+    choose_addresses,
+    open_tree,
+)
 from treadle_cli.resources.plan import EngineClass, EngineFailed, ResourcePlan, require_room
 from treadle_cli.resources.servicer import serve_resources
 
@@ -121,12 +128,12 @@ class Mesh:
     """A mesh that runs. `Mesh.start` makes it; its `tree` stops it."""
 
     def __init__(self, plan: MeshPlan, tree: ProcessTree, board: Board) -> None:
-        self.plan = plan
         self.engines: list[Engine] = []
         self.engine_deaths: list[EngineDeath] = []
         self.model_path = ""
         self.front_door = ""  # the gateway's URL
         plan.folder.mkdir(parents=True, exist_ok=True)
+        self.plan = plan = replace(plan, engines=engines.with_key(plan.engines, plan.folder))
         self.certificates = (
             make_certificates(plan.folder.absolute() / "certificates") if plan.secure else None
         )
@@ -159,6 +166,10 @@ class Mesh:
     def nats_url(self) -> str:
         """Return the URL of the NATS that runs now."""
         return self._control.nats_url
+
+    def access(self, page: str) -> Access:
+        """Return how callers reach the mesh. page: the URL of the console."""
+        return Access(self.nats_url, self.front_door, page, self._control.api_key)
 
     def on_death(self, child: Child) -> None:
         """Record the death of an engine; end the mesh at the death of any other child that it
@@ -295,7 +306,13 @@ class Mesh:
         )
         self.where = where if self.plan.takes_resource_plans else replace(where, resources="")
         folder = self.plan.folder / f"control-{self._generation}"
-        self._control = ControlPlane(self._tree, self.where, folder, certificates=self.certificates)
+        self._control = ControlPlane(
+            self._tree,
+            self.where,
+            folder,
+            certificates=self.certificates,
+            engine_key=self.plan.engines.key,
+        )
 
     async def _start_control(self) -> None:
         with self.board.part("NATS and services"):
@@ -415,18 +432,15 @@ async def run_up(
             async with serve_resources(
                 mesh.where.resources, local, scheduler, mesh.board.note, own
             ):
-                page = await mesh.start_console()
+                access = mesh.access(await mesh.start_console())
                 engines = {each.engine_id: _describe(each) for each in mesh.engines}
-                console.print(mesh.where.table(mesh.nats_url, mesh.front_door, page, engines))
-                if mesh.certificates is not None:
-                    console.print(
-                        describe_clients(mesh.certificates), highlight=False, soft_wrap=True
-                    )
-                console.print(
-                    f"Logs: {logs}. Ctrl-C stops everything.", highlight=False, soft_wrap=True
-                )
+                console.print(mesh.where.table(access, engines))
+                clients = [] if mesh.certificates is None else [describe_clients(mesh.certificates)]
+                logged = f"Logs: {logs}. Ctrl-C stops everything."
+                for line in (*clients, *access.lines(), logged):
+                    console.print(line, highlight=False, soft_wrap=True, markup=False)
                 if announce is not None:
-                    announce(mesh.where.named(mesh.nats_url, mesh.front_door, page))
+                    announce(mesh.where.named(access))
                 await mesh.until_broken()
     finally:
         shutil.rmtree(plan.folder, ignore_errors=True)

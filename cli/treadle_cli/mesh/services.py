@@ -10,6 +10,8 @@ import contextlib
 import functools
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -25,8 +27,9 @@ from treadle_runtime.fork_server import ForkServer
 from treadle_cli.certs import DEFAULT_TENANT, NATS, nats_config
 from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server
-from treadle_cli.mesh.engines import EnginePlan, open_engine_forks
+from treadle_cli.mesh.engines import KEY_VARIABLE, EnginePlan, open_engine_forks
 from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessTree, is_free
+from treadle_cli.options import write_private
 
 START_TIMEOUT_S = (
     300.0  # about 2 s; a first start compiles for a minute, while engines load on the same cores
@@ -65,11 +68,36 @@ GATEWAY_PURPOSE = "SGLang's and OpenAI's HTTP, for any framework"
 GATEWAY_FOLDER = (
     f"{GATEWAY}-{DEFAULT_TENANT}"  # folder of its certificate: it calls as a trainer of a tenant
 )
+API_KEY = "TREADLE_GATEWAY_API_KEY"
+LOGIN_TOKEN = "TREADLE_CONSOLE_LOGIN_TOKEN"
+TOKEN_BYTES = 16  # of what a terminal shows: nobody guesses 128 random bits
+NATS_USER = "treadle"  # of a NATS without certificates
 CONSOLE = "console"
 CONSOLE_PURPOSE = "what the mesh does, in a browser"
 CONSOLE_PORT_OFFSET = -1  # how far the port of its page is from the scheduler's
 # from the scheduler's port on, and then the sidecars
 IN_PORT_ORDER = (*SERVICES, RESOURCES, GATEWAY, HTTP)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How callers reach what is not gRPC. nats_url, page: with the password of NATS and the token
+    of the console. front_door: the gateway's URL. api_key: what it requires. All but the first may
+    be empty: there is none."""
+
+    nats_url: str
+    front_door: str = ""
+    page: str = ""
+    api_key: str = ""
+
+    def lines(self) -> list[str]:
+        """Return lines for a terminal that name what callers must present."""
+        found = [f"Console: {self.page}"] if self.page else []
+        if self.api_key:
+            found.append(f"Gateway: Authorization: Bearer {self.api_key}")
+        if urlsplit(self.nats_url).password:
+            found.append(f"NATS: export TREADLE_NATS_URL={self.nats_url}")
+        return found
 
 
 @dataclass(frozen=True)
@@ -89,18 +117,18 @@ class Addresses:
         """Return the one address that a client needs."""
         return self.services["scheduler"]
 
-    def named(self, nats_url: str, front_door: str, page: str) -> dict[str, object]:
-        """Return what --json prints once all serves. front_door, page: URLs of gateway and console;
-        empty: there is none."""
+    def named(self, access: Access) -> dict[str, object]:
+        """Return what --json prints once all serves, with what a caller must present."""
         found: dict[str, object] = {
             **self.services,
             "sidecars": dict(self.sidecars),
-            "nats": nats_url,
+            "nats": access.nats_url,
         }
-        return found | {name: url for name, url in ((GATEWAY, front_door), (CONSOLE, page)) if url}
+        more = {GATEWAY: access.front_door, CONSOLE: access.page, "api_key": access.api_key}
+        return found | {name: value for name, value in more.items() if value}
 
-    def table(self, nats_url: str, front_door: str, page: str, engines: Mapping[str, str]) -> Table:
-        """Return the same for a terminal, with what each address is for. engines: what stands
+    def table(self, access: Access, engines: Mapping[str, str]) -> Table:
+        """Return the addresses for a terminal, with what each one is for. engines: what stands
         behind each sidecar, by engine id."""
         rows = [
             (name, self.services[name], SERVICES[name])
@@ -108,11 +136,11 @@ class Addresses:
             if name in self.services
         ]
         rows += [
-            (GATEWAY, front_door, GATEWAY_PURPOSE),
+            (GATEWAY, access.front_door, GATEWAY_PURPOSE),
             (RESOURCES, self.resources, "with how many engines? (treadle apply)"),
             *((f"sidecar of {each}", at, engines[each]) for each, at in self.sidecars.items()),
-            ("NATS", nats_url, "facts and state"),
-            (CONSOLE, page, CONSOLE_PURPOSE),
+            ("NATS", _without_user(access.nats_url), "facts and state"),
+            (CONSOLE, access.page.partition("/?")[0], CONSOLE_PURPOSE),
         ]
         table = Table(
             "service", "address", "what for", box=None, pad_edge=False, padding=(0, 3, 0, 0)
@@ -121,6 +149,10 @@ class Addresses:
             if address:
                 table.add_row(name, address, purpose)
         return table
+
+
+def _without_user(url: str) -> str:
+    return re.sub("//.*@", "//", url)
 
 
 def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) -> Addresses:
@@ -148,7 +180,8 @@ def choose_addresses(ports: Ports, base_port: int, engine_ids: Sequence[str]) ->
 class ControlPlane:
     """NATS, the services and the sidecars of one mesh, as children of `tree`; their files go to
     `folder`. lease_ttl_s: of engines. certificates: a folder of theirs (`authority`); None for
-    plaintext."""
+    plaintext. engine_key: what the engines require of their callers; empty: that of
+    KEY_VARIABLE."""
 
     def __init__(
         self,
@@ -157,9 +190,14 @@ class ControlPlane:
         folder: Path,
         lease_ttl_s: float = LEASE_TTL_S,
         certificates: Path | None = None,
+        engine_key: str = "",
     ) -> None:
         self._tree, self._where, self._folder, self._lease_ttl_s = tree, where, folder, lease_ttl_s
         self._certificates = certificates
+        self._engine_key = engine_key or os.environ.get(KEY_VARIABLE, "")
+        made = "" if certificates is None else secrets.token_urlsafe()
+        self.api_key = os.environ.get(API_KEY) or made
+        self._login_token = os.environ.get(LOGIN_TOKEN) or secrets.token_urlsafe(TOKEN_BYTES)
         self._children: dict[str, Child] = {}
         self.nats_url = ""
 
@@ -179,7 +217,7 @@ class ControlPlane:
         folder = self._folder / "nats"
         folder.mkdir(parents=True, exist_ok=True)
         at = urlsplit(self.nats_url)
-        own = (self._certificates, at.hostname or HOST)
+        own = (self._certificates, at.hostname or HOST, at.password or "")
         child, self.nats_url = await start_nats(self._tree, folder, at.port, *own)
         self._children[child.name] = child
 
@@ -235,34 +273,39 @@ class ControlPlane:
         own = {
             "TREADLE_SIDECAR_SCHEDULER": self._where.scheduler,
             "TREADLE_SIDECAR_ENGINE_ID": engine_id,
+            "TREADLE_SIDECAR_ENGINE_KEY": self._engine_key,
             **settings,
         }
         return await self._start(f"sidecar-{engine_id}", "sidecar", address, own)
 
     async def start_gateway(self, model_path: str) -> str:
-        """Start the gateway and return its URL. Texts need the model's tokenizer; a model that is
-        no folder on this machine has none here, and token ids alone are served."""
+        """Start the gateway, which takes `api_key` from callers, and return its URL. Texts need the
+        model's tokenizer; a model that is no folder on this machine has none here, and token ids
+        alone are served."""
         known = await asyncio.to_thread(Path(model_path, "tokenizer.json").is_file)
         own = {
             "TREADLE_GATEWAY_SCHEDULER": self._where.scheduler,
             "TREADLE_GATEWAY_HTTP_LISTEN": self._where.http,
             "TREADLE_GATEWAY_TOKENIZER": model_path if known else "",
+            "TREADLE_GATEWAY_ENGINE_KEY": self._engine_key,
+            API_KEY: self.api_key,
         }
         await self._start(GATEWAY, GATEWAY, self._where.gateway, own)
         return f"{'http' if self._certificates is None else 'https'}://{self._where.http}"
 
     async def start_console(self, base_port: int) -> str:
-        """Start the console and return the URL of its page: at the port before the scheduler's, or
-        another one where that is taken or `base_port` is 0."""
+        """Start the console and return the URL of its page, with the token that a browser needs: at
+        the port before the scheduler's, or another one where that is taken or `base_port` is 0."""
         preferred = base_port + CONSOLE_PORT_OFFSET
         chosen = preferred if base_port and is_free(preferred) else self._tree.ports.choose(1)[0]
         page = f"{HOST}:{chosen}"
         own = {
             "TREADLE_CONSOLE_SCHEDULER": self._where.scheduler,
             "TREADLE_CONSOLE_HTTP_LISTEN": page,
+            LOGIN_TOKEN: self._login_token,
         }
         await self._start(CONSOLE, CONSOLE, f"{HOST}:0", own)
-        return f"http://{page}"
+        return page_url(page, self._login_token)
 
     async def stop(self) -> None:
         """Stop the services, then NATS."""
@@ -331,10 +374,12 @@ async def start_nats(
     port: int | None = None,
     certificates: Path | None = None,
     host: str = HOST,
+    password: str = "",
 ) -> tuple[Child, str]:
     """Start nats-server on `port` of `host`, or any free one, with its store in `folder`; return it
-    and its URL once it listens. certificates: a folder of theirs (`authority`); None for plaintext.
-    """
+    and its URL once it listens. certificates: a folder of theirs (`authority`); None for plaintext,
+    where the URL has a user and a password (empty: a new one): other users of the machine reach the
+    port too, and read command lines."""
     command = [
         str(nats_server()),
         "-a",
@@ -345,13 +390,23 @@ async def start_nats(
         "-sd",
         str(folder / "jetstream"),
     ]
-    if certificates is not None:
-        config = folder / "nats.conf"
-        config.write_text(nats_config(certificates / NATS))
-        command += ["-c", str(config)]
+    user, password = "", password or secrets.token_urlsafe(TOKEN_BYTES)
+    if certificates is None:
+        user = f"{NATS_USER}:{password}@"
+        content = f"authorization {{ user: {NATS_USER}, password: {json.dumps(password)} }}\n"
+    else:
+        content = nats_config(certificates / NATS)
+    config = folder / "nats.conf"
+    write_private(config, content)
+    command += ["-c", str(config)]
     child = tree.start("nats", [*command, "--ports_file_dir", str(folder)], stage=NATS_STAGE)
     ports = await read_ready_file(child, folder, f"*_{child.pid}.ports", NATS_TIMEOUT_S)
-    return child, f"nats://{urlsplit(ports['nats'][0]).netloc}"
+    return child, f"nats://{user}{urlsplit(ports['nats'][0]).netloc}"
+
+
+def page_url(listen: str, login_token: str) -> str:
+    """Return the URL with which a browser opens the console at host:port."""
+    return f"http://{listen}/?token={login_token}"
 
 
 async def read_ready_file(child: Child, folder: Path, pattern: str, timeout_s: float) -> Any:

@@ -34,16 +34,22 @@ from treadle_cli.exits import UsageProblem
 from treadle_cli.mesh.checks import nats_server, require_bubblewrap
 from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessError, ProcessTree
 from treadle_cli.mesh.services import (
+    API_KEY,
     CONSOLE,
     CONSOLE_PORT_OFFSET,
     GATEWAY,
+    LOGIN_TOKEN,
+    NATS_USER,
     START_TIMEOUT_S,
+    TOKEN_BYTES,
     Addresses,
     ControlPlane,
     choose_addresses,
+    page_url,
     reserve_space,
 )
 from treadle_cli.on_ray.engines import KNOWN, Engine, EngineActors, find_engines
+from treadle_cli.options import PRIVATE_UMASK, make_private_folder, write_private
 
 NAMESPACE = STEWARD = "treadle"  # of all actors, and the name of the one that keeps them
 NATS, SIDECAR = "nats", "sidecar-"
@@ -55,8 +61,7 @@ READY_S = START_TIMEOUT_S + 20.0  # the longest start of a service, and of its a
 STOP_S = 20.0  # a service drains in about one second
 # exit code of an actor whose process has ended: Ray heals any exit that nobody requested
 ENDED = 1
-TEMPORARY = f"treadle-ray-{os.getuid()}-"  # the actor's pid follows
-API_KEY = "TREADLE_GATEWAY_API_KEY"
+TEMPORARY = f"treadle-ray-{os.getuid()}-"  # the actor's pid and random letters follow
 ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own name of that node
 
 
@@ -64,13 +69,14 @@ ON_HEAD = {"node:__internal_head__": 0.001}  # Ray's own name of that node
 class RayPlan:
     """Plan of a mesh on a cluster. base_port: of the scheduler, 0: free ports. alone: the mesh
     serves the head node on its loopback interface. secure: with certificates. folder: on each node,
-    for logs, and on the head node the state. cpus: how many Ray reserves for each service.
+    for logs, and on the head node the state; None: one of the node's user among the temporary
+    files. cpus: how many Ray reserves for each service.
     settings: of each sidecar. actors, urls: engines beside those of `engines.KNOWN`."""
 
     base_port: int
     alone: bool
     secure: bool
-    folder: Path
+    folder: Path | None
     settings: Mapping[str, str]
     cpus: float = 0.0
     actors: tuple[EngineActors, ...] = ()
@@ -127,7 +133,8 @@ class Process:
     async def _serve(self) -> None:
         os.environ |= self._mesh.environment
         try:
-            async with ProcessTree(self._mesh.folder / "logs") as tree:
+            make_private_folder(self._mesh.folder)
+            async with ProcessTree(make_private_folder(self._mesh.folder / "logs")) as tree:
                 child = await self._start(tree)
                 self._pid.set_result(child.pid)
                 await child.exited.wait()
@@ -171,7 +178,7 @@ class Steward:
     each engine's sidecar."""
 
     def __init__(self, plan: RayPlan) -> None:
-        self._plan = plan
+        self._plan, self._folder = plan, plan.folder or default_folder()
         self._options = {"namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
         self._options |= {"max_restarts": -1, "num_cpus": plan.cpus}
         self._stopping, self._again = (
@@ -205,7 +212,7 @@ class Steward:
         return {
             **mesh.where.services,
             "gateway": f"{scheme}://{mesh.where.http}",
-            "console": f"http://{mesh.console}",
+            "console": page_url(mesh.console, mesh.environment[LOGIN_TOKEN]),
             "nats": mesh.nats_url,
             "secure": mesh.secure,
             "api_key": mesh.environment.get(API_KEY, ""),
@@ -244,7 +251,8 @@ class Steward:
         ]
         for some in last:
             await asyncio.gather(*[_stop(name) for name in names.intersection(some)])
-        await asyncio.to_thread(shutil.rmtree, self._plan.folder / "state", ignore_errors=True)
+        if self._mesh.done():  # else the folder may be another user's
+            await asyncio.to_thread(shutil.rmtree, self._folder / "state", ignore_errors=True)
 
     async def _keep(self) -> None:
         try:
@@ -275,14 +283,15 @@ class Steward:
     def _place_mesh(self) -> RayMesh:
         """Return where the mesh is to be; as before where Ray has started this actor again. Raises
         UsageProblem, OSError."""
-        plan = self._plan
-        state = plan.folder / "state"
+        plan, folder = self._plan, self._folder
+        os.umask(PRIVATE_UMASK)
+        make_private_folder(folder)
+        state = make_private_folder(folder / "state")
         file = state / "mesh.json"
         if self._again and file.exists():
             found = json.loads(file.read_text())
-            return RayMesh(**{**found, "where": Addresses(**found["where"]), "folder": plan.folder})
+            return RayMesh(**{**found, "where": Addresses(**found["where"]), "folder": folder})
         nats_server()
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         ports = Ports(HOST if plan.alone else ray.util.get_node_ip_address())
         where = replace(choose_addresses(ports, plan.base_port, []), resources="")
         try:
@@ -296,18 +305,16 @@ class Steward:
                 where, services={name: at for name, at in where.services.items() if name != "tools"}
             )
         nats, console = ports.choose(2)
-        environment = reserve_space(state)
+        environment = {**reserve_space(state), LOGIN_TOKEN: secrets.token_urlsafe(TOKEN_BYTES)}
         if not (plan.alone or plan.secure):
             environment["TREADLE_INSECURE_PLAINTEXT"] = "true"
         if plan.secure:
             make_certificates(state / "certificates")
             environment[API_KEY] = secrets.token_urlsafe()
-        nats_url, page = f"nats://{ports.host}:{nats}", f"{HOST}:{console}"
-        mesh = RayMesh(where, nats_url, page, plan.folder, plan.secure, environment)
-        part = file.with_suffix(".part")
-        part.touch(mode=0o600)
-        part.write_text(json.dumps(asdict(mesh), default=str))
-        part.replace(file)
+        user = "" if plan.secure else f"{NATS_USER}:{secrets.token_urlsafe(TOKEN_BYTES)}@"
+        nats_url, page = f"nats://{user}{ports.host}:{nats}", f"{HOST}:{console}"
+        mesh = RayMesh(where, nats_url, page, folder, plan.secure, environment)
+        write_private(file, json.dumps(asdict(mesh), default=str))
         return mesh
 
     async def _keep_process(
@@ -426,19 +433,23 @@ def _end_process(work: asyncio.Task[None]) -> None:
     os._exit(ENDED)
 
 
+def default_folder() -> Path:
+    """Return the folder of this user's meshes on a node of Ray, unless --ray-folder names one."""
+    return Path(tempfile.gettempdir()) / f"treadle-mesh-{os.getuid()}"
+
+
 def _keep_temporary_files() -> Path:
     """Return a folder for temporary files of this actor, which lasts until the actor's end. A later
     actor here removes what is left: Ray kills children with an actor, and so the guardian, which
     else removes such files."""
-    everywhere = Path(tempfile.gettempdir())
-    for folder in everywhere.glob(f"{TEMPORARY}*"):
-        pid = folder.name.removeprefix(TEMPORARY)
+    os.umask(PRIVATE_UMASK)
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        pid = folder.name.removeprefix(TEMPORARY).partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    own = everywhere / f"{TEMPORARY}{os.getpid()}"
-    own.mkdir(mode=0o700)
-    tempfile.tempdir = str(own)
-    return own
+    # another user may have made a folder of any name that can be foreseen
+    tempfile.tempdir = tempfile.mkdtemp(prefix=f"{TEMPORARY}{os.getpid()}-")
+    return Path(tempfile.tempdir)
 
 
 def _names() -> set[str]:

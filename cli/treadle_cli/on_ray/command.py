@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,6 @@ INSTALL = (
     "Ray is not installed here: pip install 'treadle[ray]', with the version of Ray that "
     "the cluster has"
 )
-DEFAULT_FOLDER = Path(tempfile.gettempdir()) / "treadle-ray"
 CONNECT_S = 10.0
 DRAIN_S = 90.0  # sidecars, services and NATS, one after the other
 END_S = 30.0  # after Ray was called to end all actors
@@ -62,7 +60,7 @@ def up_on_ray(given: RayOptions, as_json: bool, out: Console) -> None:
         nodes = sum(node["Alive"] for node in ray.nodes())
         secure = nodes > 1 if given.secure is None else given.secure
         actors = tuple(map(EngineActors.parse, given.actors))
-        folder = (given.folder or DEFAULT_FOLDER).absolute()
+        folder = given.folder and given.folder.absolute()
         urls = tuple(clean_urls(given.urls))
         alone = nodes == 1 and not secure
         settings = {"TREADLE_SIDECAR_SLOTS": str(given.slots)}

@@ -268,7 +268,7 @@ async def _measure_sidecar(
         for side in ("alone", "through") if number % 2 else ("through", "alone"):
             await forget_caches(mesh.engines, mesh.kv.folder, mesh.board.note)
             step = (
-                time_engine(mesh.engines[0].url, prompt)
+                time_engine(mesh.engines[0].url, prompt, mesh.engines[0].key)
                 if side == "alone"
                 else _time_sidecar(calls, prompt)
             )
@@ -280,9 +280,9 @@ async def _measure_sidecar(
     return pairs
 
 
-async def time_engine(url: str, prompt: list[int]) -> StepTime:
-    """One step at the engine's /generate, with the sidecar's parameters. Raises OSError,
-    ValueError."""
+async def time_engine(url: str, prompt: list[int], key: str = "") -> StepTime:
+    """One step at the engine's /generate, with the sidecar's parameters. key: of the engine; empty:
+    it has none. Raises OSError, ValueError."""
     parts = urlsplit(url)
     sampling = {
         "max_new_tokens": OUTPUT_TOKENS,
@@ -302,7 +302,7 @@ async def time_engine(url: str, prompt: list[int]) -> StepTime:
     ).encode()
     head = (
         f"POST /generate HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: "
-        "application/json\r\nConnection: close\r\n"
+        f"application/json\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n"
     )
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     try:

@@ -105,7 +105,12 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
         # A sidecar sees no straight request, so its probes would run beside one, slow it down and
         # change its batch.
         run_mesh(plan, options, front_door=True, probes=False) as mesh,
-        aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**22) as http,
+        aiohttp.ClientSession(
+            timeout=timeout,
+            connector=connector,
+            read_bufsize=2**22,
+            headers={"Authorization": f"Bearer {mesh.engines[0].key}"},  # of the engine
+        ) as http,
     ):
         callers = {
             "straight": Caller(http, mesh.engines[0].url),

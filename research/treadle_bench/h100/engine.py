@@ -39,11 +39,15 @@ class Tokens(NamedTuple):
     finish: str
 
 
-def open_session() -> aiohttp.ClientSession:
+def open_session(key: str = "") -> aiohttp.ClientSession:
     """For any number of requests at once, on connections that are never as old as SGLang lets them
-    be."""
+    be. key: of the engines; empty: they have none."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(TIMEOUT_S), connector=connector)
+    return aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(TIMEOUT_S),
+        connector=connector,
+        headers={"Authorization": f"Bearer {key}"} if key else None,
+    )
 
 
 def draw_tokens(rng: random.Random, count: int) -> list[int]:

@@ -203,7 +203,7 @@ async def _measure_curves(mesh: Mesh, sizes: Sizes, options: BenchOptions) -> di
     rng = random.Random(f"curves {options.seed}")
     (engine,) = await mesh.list_engines()
     declared = DecodeCurve(**_curve_of(engine.info))
-    async with open_session() as http:
+    async with open_session(mesh.engines[0].key) as http:
         raw = RawEngine(http, mesh.engines[0].url)
         prefill = await measure_prefill(raw, sizes.prefill, options.repeats, rng)
         decode = await measure_decode(raw, sizes.decode, options.repeats, rng)
@@ -217,7 +217,7 @@ async def _measure_preemption(mesh: Mesh, sizes: Sizes, options: BenchOptions) -
     prompt_tokens, ahead = sizes.victim
     others = sizes.slots_alone + SPARE_REQUESTS - 1
     found: dict[str, list[float]] = {"abort_s": [], "priority_s": []}
-    async with open_session() as http:
+    async with open_session(mesh.engines[0].key) as http:
         raw = RawEngine(http, mesh.engines[0].url)
         for _ in range(options.repeats):
             for name, resume in (("abort_s", resume_by_abort), ("priority_s", resume_by_priority)):
@@ -235,7 +235,7 @@ async def _measure_streams(mesh: Mesh, sizes: Sizes, options: BenchOptions) -> l
     prompt_tokens, tokens = sizes.stream_tokens
     engine_id = mesh.engines[0].engine_id
     rows: list[dict[str, Any]] = []
-    async with open_session() as http, Client(mesh.where.scheduler) as client:
+    async with open_session(mesh.engines[0].key) as http, Client(mesh.where.scheduler) as client:
         raw = RawEngine(http, mesh.engines[0].url)
 
         async def run_one(prompt: list[int]) -> tuple[float, float]:
@@ -291,7 +291,7 @@ async def _play_epochs(
 ) -> dict[str, Any]:
     plays: list[dict[str, Any]] = []
     policy = live_policy(SYSTEMS["treadle"].policy)
-    async with open_session() as http:
+    async with open_session(mesh.engines[0].key) as http:
         raw = [RawEngine(http, engine.url) for engine in mesh.engines]
         for number, work in enumerate(epochs):
             for name in rollouts.NAMES if number else rollouts.NAMES[:1]:

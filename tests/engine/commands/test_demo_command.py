@@ -42,6 +42,8 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
     assert demo.wait() == 0, demo.text()
     assert demo.left_over() == []
     (folder,) = (tmp_path / "runs").iterdir()
+    written = {entry.stat().st_mode & 0o777 for entry in folder.iterdir()}
+    assert (folder.stat().st_mode & 0o777, written) == (0o700, {0o600}), "whole conversations"
     assert {entry.name for entry in folder.iterdir()} == {
         "trajectories.jsonl",
         "summary.json",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.cli import TreadleProcess
+from support.other_user import as_other_user, ask, listeners_of, require_quiet_processes
 from support.pages import ROOT, find_commands
 
 pytestmark = [
@@ -22,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("curl") is None, reason="the page's commands need curl"),
 ]
 
-UP, ADDRESSES = ".venv/bin/treadle up ", ("scheduler", "gateway", "console")
+UP, ADDRESSES = ".venv/bin/treadle up ", ("scheduler", "gateway", "Console:")
 COMMAND_S = 400.0
 
 
@@ -47,11 +48,30 @@ def mesh(commands: list[str], tmp_path: Path) -> Iterator[TreadleProcess]:
 
 
 def read_console(url: str) -> dict[str, Any]:
-    """What a page is told first, of all that the console knows."""
-    with urllib.request.urlopen(f"{url}/api/events", timeout=COMMAND_S) as stream:
+    """What a page is told first, of all that the console knows. url: with the token."""
+    with urllib.request.urlopen(url.replace("/?", "/api/events?"), timeout=COMMAND_S) as stream:
         line = next(line for line in stream if line.startswith(b"data: "))
     found: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
     return found
+
+
+def require_closed_engine(mesh: TreadleProcess, gateway: str) -> None:
+    """SGLang answers another user what a probe asks, and nothing else; its key is on no command
+    line, and in no answer of the gateway."""
+    processes = [each for each in mesh.everyone() if each.uids().real == os.geteuid()]
+    (config,) = (mesh.folder / "runs").glob("*/state/sglang.yaml")
+    (key,) = re.findall(r'api-key: "(\S+)"', config.read_text())
+    lines = require_quiet_processes([process.pid for process in processes], [key])
+    listening = listeners_of(processes)
+    (at,) = [at for at, line in listening.items() if "sglang.launch_server" in line]
+    (line,) = [line for line in lines if "sglang.launch_server" in line]
+    (rendezvous,) = re.findall(r"--nccl-port (\d+)", line)
+    assert int(rendezvous) not in [port for _, port in listening], "its processes meet at a file"
+    asked = {"/health": "GET", "/server_info": "GET", "/generate": "POST", "/flush_cache": "POST"}
+    found = as_other_user(lambda: [ask(at, path, method=how)[0] for path, how in asked.items()])
+    assert found == [200, 401, 401, 401]
+    with urllib.request.urlopen(f"{gateway}/server_info", timeout=COMMAND_S) as told:
+        assert key not in told.read().decode()
 
 
 def test_every_command_of_the_tutorial_does_what_the_page_says(
@@ -101,6 +121,8 @@ def test_every_command_of_the_tutorial_does_what_the_page_says(
     answer = json.loads(play(generate))
     assert len(answer["output_ids"]) <= 16 and answer["text"]
     told["TRAJECTORY_ID"] = answer["meta_info"]["trajectory_id"]
+    if os.geteuid() == 0:
+        require_closed_engine(mesh, gateway)
     assert [line.split(" -> ")[0] for line in play(chat).splitlines() if " -> " in line] == [
         "Name a colour.",
         "Name another one.",
