@@ -266,7 +266,7 @@ class ModelsFolder:
         """Put a version into use. Raises LearnedError where it is not there or is not whole, and
         OSError."""
         load(self.folder / version)
-        replace_file(self.folder / POINTER, f"{version}\n".encode())
+        replace_file(self.folder / POINTER, f"{version}\n".encode(), 0o644)
 
 
 def _can_name_a_version(name: str) -> bool:

@@ -111,16 +111,17 @@ def read_transcripts(path: Path) -> list[Transcript]:
     return found
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader finds the old content or the new one, also after a crash.
-    Raises OSError."""
+def replace_file(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Write a file so that a reader finds the old content or the new one, also after a crash. mode:
+    by default the file is for its user alone, since transcripts are conversations. Raises
+    OSError."""
     handle, partial = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        Path(partial).chmod(0o644)
+        Path(partial).chmod(mode)
         Path(partial).replace(path)
     finally:
         Path(partial).unlink(missing_ok=True)

@@ -56,6 +56,7 @@ def test_it_takes_the_place_of_what_was_there_and_is_zipped_by_name(tmp_path: Pa
         write_transcripts([Transcript(name, "r", "p", 1, (Turn(2),))], path)
     assert [each.trajectory_id for each in read_transcripts(path)] == ["new"]
     assert gzip.decompress(path.read_bytes()).startswith(b'{"trajectory_id":"new"')
+    assert path.stat().st_mode & 0o777 == 0o600, "conversations are for their user alone"
 
 
 @pytest.mark.parametrize(
