@@ -27,7 +27,7 @@ def main(url: str) -> None:
         messages.append({"role": "user", "content": question})
         answer = client.chat.completions.create(model=model, messages=messages, max_tokens=24)
         said = answer.choices[0].message.content or ""
-        print(f"{question} -> {said}")
+        print(f"{question} -> {said!r}")
         messages.append({"role": "assistant", "content": said})
     urllib.request.urlopen(
         urllib.request.Request(f"{url}/sessions/{session}", method="DELETE")

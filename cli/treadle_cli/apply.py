@@ -24,7 +24,7 @@ from treadle.types import duration
 from treadle_runtime import errors
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import UsageProblem, printable
 from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, choose_console
 from treadle_cli.resources.servicer import ResourceServicer
@@ -119,7 +119,7 @@ async def run_apply(
         outcome = f"rolled back, because {failed}"
     else:
         outcome = f"applied; started: {', '.join(applied.started_engine_ids) or 'none'}"
-    out.print(outcome, highlight=False, markup=False, soft_wrap=True)
+    out.print(printable(outcome), highlight=False, markup=False, soft_wrap=True)
     if as_json:
         typer.echo(_json(applied))
     return 1 if applied.outcome == pb.APPLY_OUTCOME_ROLLED_BACK else 0
@@ -149,7 +149,9 @@ def describe(planned: pb.ApplyPlanResponse) -> str:
         ("stop", planned.stop_engine_ids),
         ("start", wanted),
     )
-    return "\n".join(f"{verb}: {', '.join(named) or 'none'}" for verb, named in lines)
+    return "\n".join(
+        f"{verb}: {', '.join(map(printable, named)) or 'none'}" for verb, named in lines
+    )
 
 
 @asynccontextmanager

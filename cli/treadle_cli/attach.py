@@ -28,7 +28,7 @@ from treadle_runtime.config import is_loopback
 from treadle_cli import exits
 from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
 from treadle_cli.doctor.findings import OK, PROBLEM, Finding, print_alike, report
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh.mesh import Board, StartBoard
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
 from treadle_cli.mesh.scheduler import reach_scheduler
@@ -157,7 +157,7 @@ def attach(
 
     def begin(hurry: asyncio.Event) -> Coroutine[Any, Any, int]:
         if check:
-            return run_check(plan.urls, as_json, Console())
+            return run_check(plan.urls, as_json, Terminal())
         announce = print_json if as_json else None
         return run_attach(plan, out_folder, choose_console(as_json), hurry, announce)
 

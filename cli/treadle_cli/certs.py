@@ -27,13 +27,12 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from rich.console import Console
 from treadle.certificates import AUTHORITY, CERTIFICATE, FOLDER_VARIABLE, KEY, NATS_NAME
 from treadle_runtime.facts import API_OF_ACCOUNT, MAKER, STORED_ROOT, STREAM, SUBJECT_ROOT
 from treadle_runtime.identity import OF_TENANTS, SCHEME, caller_in
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.options import AsJson, make_private_folder, print_json, require_own, write_private
 
 SERVICES = ("scheduler", "predictor", "placement", "migrator", "tools", "rollout", "sidecar")
@@ -154,7 +153,7 @@ def certs(
             names = sorted(identities(tenants))
             print_json({"folder": str(folder), "days": days, "identities": names})
             return
-        Console().print(
+        Terminal().print(
             f"{folder}: certificates for {days:g} days. Set TREADLE_TLS_FOLDER to the folder of "
             "each service."
         )

@@ -15,7 +15,7 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_aft
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import UsageProblem, cell
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, choose_console, print_json
 from treadle_cli.resources.plan import is_away
 
@@ -105,8 +105,10 @@ async def _until_empty(stub: SchedulerServiceAsyncStub, engine: str, status: Sta
             return
         steps = found.load.running_steps + found.load.waiting_steps
         status.update(
-            f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps run or "
-            "wait"
+            cell(
+                f"{engine}: {found.trajectories} trajectories are left, {steps} of their steps "
+                "run or wait"
+            )
         )
         await asyncio.sleep(LOOK_S)
 

@@ -1,5 +1,5 @@
-"""Run a command: turn signals into cancellation, and errors into one line on stderr and an exit
-code.
+"""Run a command: turn signals into cancellation, errors into one line on stderr and an exit code,
+and texts that somebody else wrote into letters on a terminal.
 
 Exit codes: 0 done, 1 something failed while it ran, 2 the user can correct it, 130 interrupted.
 
@@ -11,17 +11,62 @@ children.
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.status import Status
+from rich.text import Text
 
 INTERRUPTED = 130  # exit code that a shell gives for SIGINT
 FAILED, USER_CAN_HELP = 1, 2
 
-err = Console(stderr=True, soft_wrap=True)
+MOST_CHARS = 4_096  # of a text on one line
+
+
+def printable(text: str) -> str:
+    """Return the text on one line, cut, and without codes that would change a terminal or the order
+    of its letters: names and texts of servers, prompts and files may contain some."""
+    shown = "".join(char if char.isprintable() else " " for char in text[:MOST_CHARS]).strip()
+    return f"{shown}…" if len(text) > MOST_CHARS else shown
+
+
+def cell(text: object) -> Text:
+    """Return what somebody else named as a cell of a table, where a str would be read as markup."""
+    return Text(printable(str(text)))
+
+
+class Terminal(Console):
+    """Console of rich on which every text is printed as it is: without markup or emoji codes, and
+    without the codes that would change the terminal, whoever wrote it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **settings})
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Render an object; what is no letter becomes as many spaces as it is wide."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            if not (control or text == "\n" or text.isprintable()):
+                text = "".join(map(_without_codes, text))
+            yield Segment(text, style, control)
+
+    def status(self, status: RenderableType, **settings: Any) -> Status:
+        """Show what is being done, beside a spinner."""
+        return super().status(cell(status) if isinstance(status, str) else status, **settings)
+
+
+def _without_codes(char: str) -> str:
+    return char if char.isprintable() or char == "\n" else " " * cell_len(char)
+
+
+err = Terminal(stderr=True, soft_wrap=True)
 
 Errors = tuple[type[Exception], ...]
 
@@ -129,5 +174,7 @@ def end(error: BaseException) -> NoReturn:
     """Print the error, of a group the first one, and end the command."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    err.print(f"treadle: {error}", style="red", highlight=False, markup=False)
+    # A text that a server sent can begin no line of its own
+    text = "\n    ".join(str(error).splitlines())
+    err.print(f"treadle: {text}", style="red", highlight=False)
     raise typer.Exit(FAILED if isinstance(error, _while_it_ran()) else USER_CAN_HELP)

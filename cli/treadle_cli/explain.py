@@ -44,7 +44,7 @@ from treadle_sim.systems import STICKY, TREADLE, VERL, System
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem, cell, printable
 from treadle_cli.mesh.scheduler import reach_scheduler
 from treadle_cli.options import (
     DEFAULT_SCHEDULER,
@@ -137,7 +137,7 @@ def explain(
         if as_json:
             print_json(explanation.as_json())
         else:
-            explanation.print(Console())
+            explanation.print(Terminal())
         return 0
 
     exits.run(run)
@@ -196,9 +196,8 @@ class Explanation:
 
     def print(self, out: Console) -> None:
         """Print the explanation to a terminal."""
-        out.print(
-            f"{self.trajectory_id}: {self.about}", style="bold", highlight=False, markup=False
-        )
+        about = printable(f"{self.trajectory_id}: {self.about}")
+        out.print(about, style="bold", highlight=False, markup=False)
         out.print()
         out.print(self._ledger_table())
         if self.decisions:
@@ -208,7 +207,7 @@ class Explanation:
             out.print()
             out.print(self._policy_table())
         for note in (*([SIMULATED] if self.policies else []), *self.notes):
-            out.print(note, style="dim", highlight=False, markup=False)
+            out.print(printable(note), style="dim", highlight=False, markup=False)
 
     def _ledger_table(self) -> Table:
         table = _table("part", "seconds", "share", "")
@@ -217,7 +216,7 @@ class Explanation:
             table.add_row(name.removesuffix("_s"), *self._share(spent_s), MEANINGS[name])
         left_s = self.wall_s - self.ledger.total_s
         if abs(left_s) >= LEAST_SHOWN_S:
-            table.add_row("", *self._share(left_s), self.left)
+            table.add_row("", *self._share(left_s), cell(self.left))
         table.add_row("all", *self._share(self.wall_s), "", style="bold")
         return table
 
@@ -227,17 +226,15 @@ class Explanation:
     def _decision_table(self) -> Table:
         table = _table("at", "decision", "engine", "")
         for each in self.decisions:
-            table.add_row(
-                f"{each.now_s - self.opened_s:.3f}", each.kind, each.engine_id, each.reason
-            )
+            told = map(cell, (each.kind, each.engine_id, each.reason))
+            table.add_row(f"{each.now_s - self.opened_s:.3f}", *told)
         return table
 
     def _policy_table(self) -> Table:
         table = _table("policy", "this one ends", "the rollout ends", "")
         for fate in (*([self.recorded] if self.recorded is not None else []), *self.policies):
-            table.add_row(
-                fate.policy, f"{fate.trajectory_s:.2f} s", f"{fate.rollout_s:.2f} s", fate.title
-            )
+            ends = f"{fate.trajectory_s:.2f} s", f"{fate.rollout_s:.2f} s"
+            table.add_row(cell(fate.policy), *ends, cell(fate.title))
         return table
 
 

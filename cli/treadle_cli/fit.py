@@ -16,13 +16,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
-from rich.console import Console
 from rich.markdown import Markdown
 from treadle_sim.engine_model import StepCurve
 from treadle_sim.fitting import DecodePoint, MeasuredEngine, MeasuredProfileError, fit_measured
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem, printable
 from treadle_cli.options import AsJson, print_json
 from treadle_cli.report.style import render
 
@@ -50,7 +49,7 @@ def fit(
         if as_json:
             print_json(figures)
         else:
-            Console().print(Markdown(page))
+            Terminal().print(Markdown(page, hyperlinks=False))
 
 
 def fit_profile(file: Path, out_folder: Path | None) -> tuple[dict[str, Any], str]:
@@ -80,7 +79,8 @@ def draw_measured(measured: MeasuredEngine, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     curve = measured.engine.curve
     draw_steps(left, measured.decode, curve)
-    left.set_title(f"{measured.engine.name}: ms of a decode step by batch", fontsize=9)
+    title = printable(f"{measured.engine.name}: ms of a decode step by batch")
+    left.set_title(title, fontsize=9, parse_math=False)
     figure.colorbar(
         ScalarMappable(CONTEXTS, COLOURS), ax=left, label="tokens of context a sequence"
     )

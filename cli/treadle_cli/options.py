@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from treadle_cli.exits import UsageProblem, err
+from treadle_cli.exits import Terminal, UsageProblem, err
 
 DEFAULT_PORT = 7401  # port of the scheduler, as in the services' own defaults
 DEFAULT_SCHEDULER = f"127.0.0.1:{DEFAULT_PORT}"
@@ -98,12 +98,12 @@ Out = Annotated[Path, typer.Option("--out", help="Folder that runs are written t
 def choose_console(as_json: bool) -> Console:
     """Return where a command shows its progress and its tables: with --json, stdout is for one JSON
     object."""
-    return err if as_json else Console()
+    return err if as_json else Terminal()
 
 
 def print_json(found: Mapping[str, Any]) -> None:
-    """Print the one line of --json."""
-    typer.echo(json.dumps(found))
+    """Print the one line of --json, in which every letter beyond ASCII is escaped."""
+    typer.echo(json.dumps(found).replace("\x7f", "\\u007f"))
 
 
 def new_run_folder(out_folder: Path, kind: str = "") -> Path:

@@ -12,7 +12,7 @@ from rich.text import Text
 from treadle import Client, Distribution, ShapingReport, Timeouts
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem, cell, printable
 from treadle_cli.mesh.scheduler import own_certificates
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, print_json
 from treadle_cli.report.style import COLOURS
@@ -39,7 +39,7 @@ def shaping(
         if as_json:
             print_json(asdict(report))
         else:
-            print_shaping(report, rollout or history, Console())
+            print_shaping(report, rollout or history, Terminal())
         return 0
 
     exits.run(run)
@@ -60,12 +60,15 @@ def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
     not trained."""
     console.print(
         Text(
-            f"{name}: {report.trained} of {report.sampled} sampled trajectories are trained", "bold"
+            f"{printable(name)}: {report.trained} of {report.sampled} sampled trajectories are "
+            "trained",
+            "bold",
         )
     )
-    console.print(f"kept fraction {report.kept_fraction:.2f}: {report.kept_verdict}\n")
+    kept = cell(f"kept fraction {report.kept_fraction:.2f}: {report.kept_verdict}")
+    console.print(kept.append("\n"))
     for alarm in report.alarms:
-        console.print(Text(f"ALARM  {alarm}\n", "bold red"))
+        console.print(Text(f"ALARM  {printable(alarm)}\n", "bold red"))
     if not report.alarms:
         console.print("No kind of samples is starved.\n")
     console.print("Lines go from the 10th to the 90th percentile; ● is the median.\n")
@@ -91,7 +94,7 @@ def print_shaping(report: ShapingReport, name: str, console: Console) -> None:
             console.print(line, highlight=False)
     if report.length_cap_tokens or report.length_cap_report:
         cap = f"{report.length_cap_tokens} tokens" if report.length_cap_tokens else "none"
-        console.print(f"length cap of the next rollout: {cap}; {report.length_cap_report}")
+        console.print(cell(f"length cap of the next rollout: {cap}; {report.length_cap_report}"))
 
 
 def draw_pair(title: str, values: Distribution, shown: str) -> Iterator[Text]:
@@ -121,5 +124,5 @@ def draw_counts(counts: dict[str, int]) -> Iterator[Text]:
     """Yield a bar for each row."""
     for name, count in counts.items():
         bar = "━" * max(1, round(count / max(counts.values()) * WIDTH))
-        yield Text.assemble(f"  {name:16}", (bar, COLOURS["queue"]), f" {count}")
+        yield Text.assemble(f"  {printable(name):16}", (bar, COLOURS["queue"]), f" {count}")
     yield Text("" if counts else "  none\n")

@@ -31,10 +31,10 @@ from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.types import words_of
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem, cell, printable
 from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
 from treadle_cli.options import DEFAULT_SCHEDULER, AsJson, Scheduler, print_json
-from treadle_cli.report.style import COLOURS, printable
+from treadle_cli.report.style import COLOURS
 
 if TYPE_CHECKING:
     from treadle.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceAsyncStub
@@ -64,7 +64,7 @@ def top(
 ) -> None:
     """Show a mesh while it runs, once a second until Ctrl-C: engines, rollouts and their straggler
     tax, moves, and the trajectories with the longest way to go."""
-    exits.run(lambda _: run_top(scheduler, once, as_json, Console()))
+    exits.run(lambda _: run_top(scheduler, once, as_json, Terminal()))
 
 
 async def run_top(scheduler: str, once: bool, as_json: bool, out: Console) -> int:
@@ -417,7 +417,7 @@ class Screen:
         healthy = sum(engine.health == "ok" for engine in shot.engines)
         text = Text.assemble(
             ("treadle top ", "bold"),
-            f"{shot.scheduler}  {healthy}/{len(shot.engines)} engines ok, ",
+            f"{printable(shot.scheduler)}  {healthy}/{len(shot.engines)} engines ok, ",
             f"{len(shot.trajectories)} trajectories open{age}\n",
             f"{shot.tokens_per_s:,.0f} tok/s, {shot.trajectories_per_minute:,.0f} "
             f"trajectories/min; {shot.policy}",
@@ -499,7 +499,7 @@ def _moves(moves: Sequence[MoveRow]) -> Table:
     table = _table("move", "from", "to", "state", "s", left=(0, 1, 2, 3))
     for each in moves:
         ends = (each.source[-MOST:], each.target[-MOST:], each.state)
-        table.add_row(_name(each.trajectory_id), *map(Text, ends), f"{each.seconds:.1f}")
+        table.add_row(_name(each.trajectory_id), *map(cell, ends), f"{each.seconds:.1f}")
     return table
 
 
@@ -510,11 +510,11 @@ def _trajectories(rows: Sequence[TrajectoryRow]) -> Table:
     for each in rows:
         table.add_row(
             _name(f"{printable(each.prompt_id)[-MOST:]} #{each.sample}"),
-            Text(each.engine_id[-MOST:] or UNKNOWN),
+            cell(each.engine_id[-MOST:] or UNKNOWN),
             str(each.turn),
             f"{each.gen_tokens:,}",
             UNKNOWN if math.isnan(each.left_tokens) else f"{each.left_tokens:,.0f}",
-            Text(each.state),
+            cell(each.state),
             str(each.migrations),
         )
     return table

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 
 from treadle_bench.page import render
@@ -42,7 +42,7 @@ class BenchOptions:
     traces: Path | None = None
     data: Path | None = None
     pictures: Path | None = None
-    progress: Console = field(default_factory=lambda: Console(stderr=True))
+    progress: Console = field(default_factory=lambda: Terminal(stderr=True))
     hurry: asyncio.Event | None = None
     scale: float | None = None
     workers: int = 2

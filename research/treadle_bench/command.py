@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from treadle_cli import exits
 from treadle_cli.app import PASS_FLAGS
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, DEFAULT_SLOTS, engine_plan
 from treadle_cli.options import Model, Seed, Slots
 
@@ -50,7 +49,7 @@ from treadle_bench.tools.measure import BENCH as TOOLS
 from treadle_bench.workloads.measure import BENCH as WORKLOADS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-out = Console()
+out = Terminal()
 
 BENCHES: Mapping[str, Bench] = {
     bench.name: bench

@@ -203,7 +203,7 @@ async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dic
     """Play the jobs, `options.workers` at a time. With one worker: in this process."""
     ahead = list(dict.fromkeys(jobs))
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -269,7 +269,11 @@ def configure_logging(settings: Settings) -> None:
             structlog.processors.JSONRenderer(),
         ]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        last = [
+            structlog.processors.format_exc_info,
+            _escape_codes,
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), repr_native_str=True),
+        ]
     structlog.configure(
         processors=[*shared, *last],
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -286,6 +290,18 @@ def configure_logging(settings: Settings) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(level, logging.WARNING))  # libraries log only when something is wrong
+
+
+def _escape_codes(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Escape what would change a terminal, or begin a line that looks like another event; the
+    renderer does so for all other values."""
+    for name, kept in (("event", ""), ("exception", "\n")):
+        if isinstance(text := event.get(name), str):
+            shown = (
+                each if each.isprintable() or each in kept else repr(each)[1:-1] for each in text
+            )
+            event[name] = "".join(shown).replace("\n", "\n    ")
+    return event
 
 
 def _with_trace_ids(

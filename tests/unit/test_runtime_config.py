@@ -1,5 +1,7 @@
 """Settings: where they are read, and how a bad one is refused."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
@@ -144,3 +146,27 @@ def test_plaintext_is_for_this_machine_unless_it_is_said(
         assert read_settings(LoomSettings, variables | said).listen == listen
     for here in ("127.0.0.1:0", "localhost:7401", "[::1]:7401", "127.8.0.1:7401"):
         assert read_settings(LoomSettings, {"TREADLE_LOOM_LISTEN": here}).listen == here
+
+
+def test_a_log_for_people_shows_hostile_texts_as_letters() -> None:
+    """In a process of its own, as logging is configured once. Result: no code reaches the terminal,
+    and only our own events begin a line."""
+    script = """
+import logging, structlog
+from treadle_runtime.config import Settings
+from treadle_runtime.telemetry import configure_logging
+configure_logging(Settings(log_format="console"))
+hostile = "a\\x1b]52;c;eA==\\x07b\\x9bc\\u202ed\\nFORGED"
+log = structlog.get_logger()
+log.info(hostile, name=hostile, names=[hostile])
+logging.getLogger("library").warning("said %s", hostile)
+try:
+    raise ValueError(hostile)
+except ValueError:
+    log.exception("failed")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    shown = done.stderr.decode()
+    assert {char for char in shown if not char.isprintable()} == {"\n"}
+    assert not [line for line in shown.splitlines() if line.startswith("FORGED")]
+    assert shown.count("]52;c;eA==") == 5

@@ -26,7 +26,7 @@ from treadle.scheduler.v1 import scheduler_pb2
 
 from treadle_cli.demo.agents import ANSWER_TOKENS, DemoEnvironment, make_prompts, read_chat
 from treadle_cli.demo.collect import CollectedFacts, collect_facts, trajectory_records
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import UsageProblem, cell, printable
 from treadle_cli.mesh.mesh import Board
 from treadle_cli.mesh.scheduler import own_certificates, reach_scheduler
 from treadle_cli.report.drawing import render_run
@@ -56,11 +56,11 @@ class LiveBoard(Board):
         self._title, self._total, self._sidecars = title, len(prompts) * samples, sidecars
         self._turn_limits = {prompt.id: prompt.data.turns for prompt in prompts}
         columns = (
-            TextColumn("[bold]{task.description}[/bold]"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=32),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[left]}", markup=False),
         )
         self._progress = Progress(*columns, console=console, auto_refresh=False)
         self._bar = self._progress.add_task(title, total=self._total, left="")
@@ -110,28 +110,30 @@ class LiveBoard(Board):
     def _picture(self) -> Group:
         return Group(
             self._progress,
-            *[Text.from_markup(f"  {figure}", style="dim") for figure in self._figures()],
+            *[Text.assemble("  ", figure, style="dim") for figure in self._figures()],
         )
 
-    def _figures(self) -> list[str]:
+    def _figures(self) -> list[Text]:
         tokens = sum(self._tokens.values())
         tokens_per_s = tokens / max(time.monotonic() - self._started_s, 1e-3)
-        return [f"{tokens} tokens, {tokens_per_s:.0f} tok/s"] + [
-            f"{engine_id} [red]lost[/red]"
+        return [Text(f"{tokens} tokens, {tokens_per_s:.0f} tok/s")] + [
+            Text.assemble(f"{printable(engine_id)} ", ("lost", "red"))
             if load is None
-            else f"{engine_id} {load.running_steps}/{load.slot_limit} running, "
-            f"{load.waiting_steps} waiting"
+            else cell(
+                f"{engine_id} {load.running_steps}/{load.slot_limit} running, "
+                f"{load.waiting_steps} waiting"
+            )
             for engine_id, load in self._loads.items()
         ]
 
     def _print_line(self) -> None:
         elapsed_s = time.monotonic() - self._started_s
-        engines = Text.from_markup(" · ".join(self._figures())).plain
+        engines = " · ".join(figure.plain for figure in self._figures())
         line = (
             f"{self._title}: {self._closed}/{self._total} trajectories after {elapsed_s:.0f} "
             f"s; {engines}"
         )
-        self.console.print(line, highlight=False, soft_wrap=True)
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     async def _poll(self) -> None:
         """Request the sidecars' loads until cancelled."""

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from treadle_cli import exits
 from treadle_cli.doctor.findings import OK, PROBLEM, WARNING, Finding, report
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh import checks
 from treadle_cli.mesh.engines import LEAST_KV_GB
 from treadle_cli.mesh.processes import is_free
@@ -52,7 +52,7 @@ def doctor(
 ) -> None:
     """Check this machine, SGLang servers and a mesh, and say what to change. Exit code 1 where
     there is a problem."""
-    exits.run(lambda _: run_doctor(urls or [], scheduler, port, json_only, Console()))
+    exits.run(lambda _: run_doctor(urls or [], scheduler, port, json_only, Terminal()))
 
 
 async def run_doctor(

@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from treadle_cli.exits import FAILED
+from treadle_cli.exits import FAILED, printable
 from treadle_cli.options import print_json
-from treadle_cli.report.style import printable
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
 MARKS = {OK: ("✓", "green"), WARNING: ("!", "yellow"), PROBLEM: ("✗", "bold red")}
@@ -40,13 +39,12 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
     shown = ""
     for finding in findings:
         if finding.subject != shown:
-            console.print(
-                Text(f"{finding.subject}" if not shown else f"\n{finding.subject}", "bold"),
-                soft_wrap=True,
-            )
+            subject = printable(finding.subject)
+            console.print(Text(f"\n{subject}" if shown else subject, "bold"), soft_wrap=True)
             shown = finding.subject
         mark, style = MARKS[finding.level]
-        line = Text.assemble("  ", (mark, style), f" {finding.check}: {printable(finding.says)}")
+        says = printable(f"{finding.check}: {finding.says}")
+        line = Text.assemble("  ", (mark, style), f" {says}")
         console.print(line, highlight=False, soft_wrap=True)
         if finding.do:
             console.print(

@@ -23,11 +23,13 @@ from typing import Self
 import grpc
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from treadle.certificates import Certificates, open_channel
 from treadle.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from treadle_runtime.fields import require
 
 from treadle_cli.certs import OPERATOR, describe_clients, make_certificates
+from treadle_cli.exits import printable
 from treadle_cli.mesh import checks, engines
 from treadle_cli.mesh.engines import Engine, EnginePlan
 from treadle_cli.mesh.processes import Child, ProcessError, ProcessTree, describe_exit
@@ -55,7 +57,7 @@ class Board:
 
     def note(self, text: str) -> None:
         """Print a message, above any progress lines."""
-        self.console.print(text, style="yellow", highlight=False, soft_wrap=True)
+        self.console.print(Text(printable(text), "yellow"), soft_wrap=True)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -70,7 +72,7 @@ class StartBoard(Board):
     def __enter__(self) -> Self:
         columns = (
             SpinnerColumn(finished_text="[green]✓[/green]"),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeElapsedColumn(),
         )
         self._progress = Progress(
@@ -88,13 +90,12 @@ class StartBoard(Board):
         started_s = time.monotonic()
         task = self._progress.add_task(name, total=1)
         if self._progress.disable:
-            self.console.print(f"starting {name}", highlight=False)
+            self.console.print(f"starting {name}", highlight=False, markup=False)
         yield
         self._progress.update(task, completed=1)
         if self._progress.disable:
-            self.console.print(
-                f"{name} ready after {time.monotonic() - started_s:.1f} s", highlight=False
-            )
+            ready = f"{name} ready after {time.monotonic() - started_s:.1f} s"
+            self.console.print(ready, highlight=False, markup=False)
 
 
 @dataclass(frozen=True)

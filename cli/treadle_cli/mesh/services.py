@@ -25,7 +25,7 @@ from treadle_runtime.config import DEFAULT_FACTS_BYTES
 from treadle_runtime.fork_server import ForkServer
 
 from treadle_cli.certs import DEFAULT_TENANT, NATS, nats_config
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import UsageProblem, cell
 from treadle_cli.mesh.checks import nats_server
 from treadle_cli.mesh.engines import KEY_VARIABLE, EnginePlan, open_engine_forks
 from treadle_cli.mesh.processes import HOST, Child, Ports, ProcessTree, is_free
@@ -147,7 +147,7 @@ class Addresses:
         )
         for name, address, purpose in rows:
             if address:
-                table.add_row(name, address, purpose)
+                table.add_row(cell(name), cell(address), cell(purpose))
         return table
 
 

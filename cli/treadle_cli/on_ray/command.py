@@ -178,17 +178,18 @@ def _parse_environment(given: str) -> dict[str, Any]:
 def _show(mesh: Mapping[str, Any], address: str, out: Console) -> None:
     from rich.table import Table
 
+    from treadle_cli.exits import cell
+
     table = Table("part", "where", box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for name in ("scheduler", "gateway", "console", "nats"):
-        table.add_row(name, mesh[name])
+        table.add_row(name, cell(mesh[name]))
     for engine_id, engine in mesh["engines"].items():
-        table.add_row(
-            f"sidecar of {engine_id}", f"beside actor {engine['actor']}, SGLang at {engine['url']}"
-        )
+        where = f"beside actor {engine['actor']}, SGLang at {engine['url']}"
+        table.add_row(cell(f"sidecar of {engine_id}"), cell(where))
     out.print(table)
     print_alike([Finding(**each) for each in mesh["findings"]], out)
     for label, reason in mesh["refused"].items():
-        out.print(f"✗ {label} has no sidecar: {reason}", highlight=False, markup=False)
+        out.print(cell(f"✗ {label} has no sidecar: {reason}"), highlight=False)
     if not mesh["engines"]:
         out.print("No engine yet: each one is found within seconds of its start.", highlight=False)
     out.print(

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem, cell
 from treadle_cli.mesh.engines import DEFAULT_MODEL, default_model_folder
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ predictor = typer.Typer(
     no_args_is_help=True,
     help="Learn from ended trajectories how long running ones will be.",
 )
-out = Console()
+out = Terminal()
 
 Sources = Annotated[
     list[Path], typer.Argument(help="Trace files (docs/traces.md), folders of runs (runs/<id>).")
@@ -219,14 +219,15 @@ def _table(found: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     drawn = Table(
-        title=f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals"
+        title=cell(f"{found['version']} on {found['test']['prompts']} test prompts, 95% intervals")
     )
     for column in ("step", "trajectories", "estimator", *COLUMNS):
         drawn.add_column(column, justify="left" if column == "estimator" else "right")
     for row in found["rows"]:
         intervals = [(name, row[f"{name}_interval"]) for name in COLUMNS]
         scores = [f"{row[name]:.2f} [{low:.2f}, {high:.2f}]" for name, (low, high) in intervals]
-        drawn.add_row(str(row["step"]), str(row["trajectories"]), row["estimator"], *scores)
+        named = str(row["step"]), str(row["trajectories"]), cell(row["estimator"])
+        drawn.add_row(*named, *map(cell, scores))
     return drawn
 
 
@@ -245,7 +246,7 @@ def _bars(console: Console) -> Iterator[Bar]:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(
         *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console
     ) as progress:

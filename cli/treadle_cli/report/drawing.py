@@ -21,6 +21,7 @@ from matplotlib.patches import Patch
 from plotly.subplots import make_subplots
 from rich.console import Console
 
+from treadle_cli.exits import printable
 from treadle_cli.options import print_json
 from treadle_cli.report.figures import (
     KINDS,
@@ -133,7 +134,10 @@ def _events(run: Run) -> list[str]:
 def _gantt(run: Run) -> str:
     plays = [(play, run.of_play(play)) for play in run.compared]
     heights = [max(4, len(trajectories)) * ROW_PX + PANEL_PX for _, trajectories in plays]
-    titles = [f"<b>{play.title}</b> · {play.policy} · {play.makespan_s:.1f} s" for play, _ in plays]
+    titles = [
+        f"<b>{html.escape(play.title)}</b> · {html.escape(play.policy)} · {play.makespan_s:.1f} s"
+        for play, _ in plays
+    ]
     spacing = 70 / sum(heights) if len(plays) > 1 else 0.0
     figure = make_subplots(
         rows=len(plays),
@@ -155,7 +159,7 @@ def _gantt(run: Run) -> str:
             ]
             figure.add_trace(draw_bars(kind, bars, legend=first and kind != "migration"), **where)
         moves = [
-            (span.start_s, row, span.engine_id)
+            (span.start_s, row, html.escape(span.engine_id))
             for row, _, span in spans
             if span.kind == "migration"
         ]
@@ -250,8 +254,9 @@ def _draw_heading(figure: Figure, run: Run, figures: Sequence[PlayFigures], heig
         f"{figures[0].trajectories} trajectories a play on {len(record.engines)} engines of "
         f"{record.slots} slots · {record.model} · seed {record.seed} · {record.machine}"
     )
-    figure.text(0.015, 1 - 0.30 / height, f"Makespan: {spans}", size=15, weight="bold")
-    figure.text(0.015, 1 - 0.54 / height, facts, size=9, color=FAINT)
+    makespan = printable(f"Makespan: {spans}")
+    figure.text(0.015, 1 - 0.30 / height, makespan, size=15, weight="bold")
+    figure.text(0.015, 1 - 0.54 / height, printable(facts), size=9, color=FAINT)
     handles = [
         *(Patch(color=COLOURS[kind], label=kind) for kind in (*DRAWN_KINDS[:-1], "other")),
         Line2D(
@@ -294,7 +299,7 @@ def _draw_play(
     axes.annotate(
         f"{end[0]:.1f} s", end, xytext=(4, 0), textcoords="offset points", size=9, weight="bold"
     )
-    axes.set_title(f"{play.title}   ·   {play.policy}", **TITLE)
+    axes.set_title(printable(f"{play.title}   ·   {play.policy}"), **TITLE)
     axes.set_xlim(0, longest_s)
     axes.set_ylim(-0.8, len(trajectories) - 0.2)
     labels = [row_label(trajectory) for trajectory in trajectories]
@@ -319,7 +324,8 @@ def _draw_shares(axes: Axes, run: Run, figures: Sequence[PlayFigures]) -> None:
                     left + seconds / 2, row, words, ha="center", va="center", size=8, color=ink
                 )
             left += seconds
-    axes.set_yticks(range(len(figures)), [play.title for play in reversed(run.compared)], size=9)
+    titles = [printable(play.title) for play in reversed(run.compared)]
+    axes.set_yticks(range(len(figures)), titles, size=9)
     axes.set_ylim(-0.6, len(figures) - 0.4)
     axes.set_title("Where the time went: all trajectories added up, seconds", **TITLE)
     tidy(axes, line=True)

@@ -22,7 +22,9 @@ from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from treadle_cli.exits import cell, printable
 from treadle_cli.report.records import PlayRecord, Run, TrajectoryRecord
 
 
@@ -354,15 +356,16 @@ def print_report(console: Console, run: Run, figures: Sequence[PlayFigures], fol
         console.print(_epochs_table(run, titles))
     for play in run.record.plays:
         for loss in play.engine_losses:
-            console.print(f"[yellow]{play.title}: {loss}[/yellow]")
-    console.print(f"[bold]{headline(run)}[/bold] One run is an anecdote.")
+            console.print(Text(printable(f"{play.title}: {loss}"), "yellow"))
+    console.print(Text.assemble((printable(headline(run)), "bold"), " One run is an anecdote."))
     lost = losses(figures)
     if lost:
         console.print(
-            f"{titles[-1]} did worse in: {'; '.join(lost)}.", style="dim", highlight=False
+            cell(f"{titles[-1]} did worse in: {'; '.join(lost)}."), style="dim", highlight=False
         )
     console.print(
         f"Report: {folder / 'report.html'} (and report.png, trajectories.jsonl, summary.json)",
+        markup=False,
         soft_wrap=True,
     )
 
@@ -372,9 +375,7 @@ def _table(title: str, table_rows: Sequence[Row], titles: Sequence[str]) -> Tabl
     for row in table_rows:
         style = _VERDICT_STYLE[row.verdict()]
         table.add_row(
-            row.label,
-            *[row.shown(value) for value in row.values],
-            f"[{style}]{row.change()}[/{style}]",
+            row.label, *[row.shown(value) for value in row.values], Text(row.change(), style)
         )
     return table
 
@@ -397,5 +398,5 @@ def _empty_table(title: str, columns: Sequence[str]) -> Table:
         padding=(0, 2, 0, 0),
     )
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(cell(column), justify="right")
     return table

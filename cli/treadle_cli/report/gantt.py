@@ -1,6 +1,7 @@
 """Draw what the Gantt charts of runs and of simulations share: bars, marks and frame on a page,
 axes in a picture."""
 
+import html
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -67,7 +68,7 @@ def label_rows(
     """Name the rows of one panel. ends: of its axis, in rows."""
     figure.update_yaxes(
         tickvals=list(range(len(labels))),
-        ticktext=labels,
+        ticktext=[html.escape(label) for label in labels],
         range=ends,
         tickfont={"size": 10},
         **where,
@@ -139,9 +140,16 @@ def add_legend(
 
 
 def use_font() -> AbstractContextManager[None]:
-    """Use the font of pictures for what is drawn in the block."""
+    """Use the font of pictures for what is drawn in the block. A dollar in a name begins no
+    formula."""
     return mpl.rc_context(
-        {"font.family": "DejaVu Sans", "font.size": 9, "text.color": INK, "axes.labelcolor": INK}
+        {
+            "font.family": "DejaVu Sans",
+            "font.size": 9,
+            "text.color": INK,
+            "axes.labelcolor": INK,
+            "text.parse_math": False,
+        }
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
+from treadle_cli.exits import printable
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -37,15 +39,9 @@ FAINT = "#6B7280"
 GRID = "#E5E7EB"
 
 
-def printable(text: str) -> str:
-    """Return the text on one line and without codes that would change a terminal: servers and
-    prompts may contain some."""
-    return "".join(char if char.isprintable() else " " for char in text).strip()
-
-
 def row_label(trajectory: TrajectoryRecord) -> str:
     """Return a trajectory's label in a picture: "lake-3 #1 · 412 tokens"."""
-    return f"{trajectory.prompt_id} #{trajectory.sample} · {trajectory.gen_tokens} tok"
+    return f"{printable(trajectory.prompt_id)} #{trajectory.sample} · {trajectory.gen_tokens} tok"
 
 
 def render(package: str, template: str, **values: object) -> str:
@@ -67,4 +63,5 @@ def _environment(package: str) -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters["number"] = format  # {{ share | number(".1%") }}
+    environment.filters["printable"] = printable
     return environment

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from treadle_cli import exits
-from treadle_cli.exits import UsageProblem
+from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.options import (
     DEFAULT_OUT,
     MOST_GPUS,
@@ -154,7 +153,7 @@ def simulate(
             log=log,
         )
         make_folder = partial(new_run_folder, out_folder, "simulate-")
-        return await run_simulate(asked, make_folder, as_json, Console(), exits.err)
+        return await run_simulate(asked, make_folder, as_json, Terminal(), exits.err)
 
     exits.run(run)
 

@@ -28,6 +28,7 @@ from treadle_sim.outcome import Span
 from treadle_sim.rollout import Run
 from treadle_sim.workloads.workload import Workload
 
+from treadle_cli.exits import printable
 from treadle_cli.report import gantt
 from treadle_cli.report.style import COLOURS, FAINT, GRID, INK, render
 from treadle_cli.simulate.comparison import Comparison, sort_longest_first
@@ -160,7 +161,7 @@ def _trajectory_bars(workload: Workload, index: int, before: str, spans: Sequenc
         if later.engine != earlier.engine
     )
     return Bars(
-        f"{before}{work.prompt_id} #{work.sample} · {work.gen_tokens:,} tok",
+        f"{before}{printable(work.prompt_id)} #{work.sample} · {work.gen_tokens:,} tok",
         (*waits, *ordered),
         moved,
     )
@@ -212,8 +213,8 @@ def draw(scene: Scene, title: str, facts: str, path: Path) -> None:
             bars.tick_params(labelbottom=index == len(heights) - 1)
             top -= panel_in
         figure.axes[-1].set_xlabel("seconds", loc="right", size=8, color=FAINT)
-        figure.text(0.012, 1 - 0.30 / height, title, size=14.5, weight="bold")
-        figure.text(0.012, 1 - 0.53 / height, facts, size=9, color=FAINT)
+        figure.text(0.012, 1 - 0.30 / height, printable(title), size=14.5, weight="bold")
+        figure.text(0.012, 1 - 0.53 / height, printable(facts), size=9, color=FAINT)
         _legend(figure, scene, height)
         figure.savefig(path)
 

@@ -69,7 +69,7 @@ async def _simulate_into(
         for degree in ([plan.degree] if plan.degree or system.allocated else setting.degrees())
     ]
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -17,12 +17,12 @@ from statistics import fmean
 from typing import Self
 
 import treadle
-from rich.console import Console
 from treadle import Client, Span
 from treadle.jobs import policy_message
 from treadle.scheduler.v1 import scheduler_pb2 as pb
 from treadle.scheduler.v1.scheduler_pb2 import RegisteredEngine
 from treadle_cli.demo.collect import CollectedFacts, collect_facts
+from treadle_cli.exits import Terminal
 from treadle_cli.mesh.checks import OtherPrograms
 from treadle_cli.mesh.mesh import Mesh, StartBoard
 from treadle_core.model import DecodeCurve, Policy
@@ -239,7 +239,7 @@ class Stage:
         """The work under one of the simulator's systems, live. number: of the play, for fresh
         tokens. renew: with a new control plane."""
         policy = live_policy(SYSTEMS[name].policy)
-        with StartBoard(Console(quiet=True)) as board:
+        with StartBoard(Terminal(quiet=True)) as board:
             self.mesh.board = board
             if renew:
                 await self.mesh.renew_control_plane(policy)

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import track
+from treadle_cli.exits import Terminal
 from treadle_tools.rewards import exact_match, mathematics, python_tests
 from treadle_tools.tool import Outcome
 
@@ -257,7 +257,7 @@ def check(paths: Iterable[Path], part: str, workers: int) -> dict[str, Any]:
     with multiprocessing.Pool(workers) as pool:
         batches = list(_batches(cases))
         found = pool.imap_unordered(score, batches, chunksize=4)
-        for scored_batch in track(found, "scoring", len(batches), console=Console(stderr=True)):
+        for scored_batch in track(found, "scoring", len(batches), console=Terminal(stderr=True)):
             for case, reward in scored_batch:
                 key = (case.set_name, case.part, case.kind)
                 of[key] += case.weight
@@ -303,7 +303,7 @@ def main() -> None:
     if not (paths := sorted(options.data.glob(f"{options.sets}.jsonl.gz"))):
         parser.error(f"--data: no set {options.sets}.jsonl.gz in {options.data}")
     found = check(paths, options.part, options.workers)
-    print(json.dumps(found, ensure_ascii=False, indent=1))
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ async def play(
     worker."""
     wanted = dict(calls)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
