@@ -363,6 +363,206 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], float]] = {
 }
 
 
+# What programs of an agent's do to have no score in place of 0: to the processes that score them,
+SIGNALS_ALL = "import os\nos.kill(-1, {})  # all processes but init and this one\n"
+LIMITS_ALL = """
+import resource
+for pid in range(1, 400):
+    for limit in (resource.RLIMIT_CPU, resource.RLIMIT_AS, resource.RLIMIT_NOFILE):
+        try:
+            resource.prlimit(pid, limit, (0, 0))
+        except OSError:
+            pass
+"""
+# to what they print,
+FLOODS = """
+import os
+for letter in (b"\\1", b"\\xff"):
+    os.write(2, letter * 1_500_000)
+"""
+# to the results of the workers,
+REPORTS_ANYTHING = """
+import gc
+report = {"$report_type": "TestReport", "location": ("test_it.py", 1, "x"), "keywords": {},
+          "longrepr": None, "sections": [], "duration": 0, "start": 0, "stop": 0}
+for each in gc.get_objects():
+    if type(each).__name__ == "WorkerInteractor":
+        for nodeid, when, outcome in ((["x"], 7, None), ("test_it.py::test_small", {}, []), (5, (), b"")):
+            data = {**report, "nodeid": nodeid, "when": when, "outcome": outcome}
+            each.sendevent("testreport", data=data)
+        each.sendevent("collectionfinish", topdir="/", ids=[7, ["x"], None, "\\ud800"])
+"""
+# and to the files that the tests and a report are in.
+PIPES = """
+import os
+for folder in ("/tmp", "/tmp/work", "/dev/shm"):
+    for name in ("report.xml", "junit.xml", "results"):
+        os.mkfifo(f"{folder}/{name}")
+open("/tmp/large.xml", "wb").truncate(60_000_000)
+for name in ("test_it.py", "test_two.py"):
+    os.unlink(name)
+    os.mkfifo(name)
+os._exit(1)
+"""
+ODD_FILES = """
+import os, socket
+here = os.getcwd()
+os.unlink("test_it.py")
+os.symlink("/dev/zero", "test_it.py")
+os.unlink("test_two.py")
+socket.socket(socket.AF_UNIX).bind("test_two.py")
+open(b"\\xff\\xfe.py", "w").close()
+os.link("calc.py", "again.py")
+for _ in range(300):
+    os.mkdir("deep")
+    os.chdir("deep")
+os.chdir(here)
+os.chmod(here, 0)
+"""
+FILLS_DISK = """
+import os
+number = 0
+try:
+    while True:
+        open(f"/tmp/work/{number}", "wb").write(bytes(4_000_000))
+        number += 1
+except OSError:
+    pass
+try:
+    while True:
+        os.mkdir(f"/tmp/work/d{number}")
+        number += 1
+except OSError:
+    pass
+"""
+PARAMETERS = """
+import calc, pytest
+@pytest.mark.parametrize("case", calc.CASES)
+def test_case(case):
+    assert calc.add(1, 2) == 3
+"""
+ODD_CASES = 'CASES = ["\\ud800", "a\\nb::c", "\\0", "x" * 100_000, "[/red]", "\\x1b]52;c;eA==\\a", b"\\xff"]\n'
+MADE_TESTS = "import calc\nfor n in calc.NUMBERS:\n    globals()[f'test_{n}'] = calc.test_of(n)\n"
+BESIDE = {"test_it.py": TESTS, "test_two.py": TESTS}
+LATE_MODULES = ("queue", "doctest", "pdb", "bdb", "cmd", "code", "glob", "pprint", "socket", "uuid")
+BAD_NAMES = (
+    "../up.py",
+    "/etc/up.py",
+    "..",
+    "\ud800.py",
+    "a\0b.py",
+    "é" * 400,
+    "d/" * 1500 + "x.py",
+)
+HOSTILE: dict[str, tuple[dict[str, str], dict[str, str], float]] = {
+    "the scorer killed": ({"calc.py": SIGNALS_ALL.format(9) + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "paths that are none, and files that cannot be written": (
+        {"calc.py": RIGHT, **dict.fromkeys(BAD_NAMES, ""), "calc.py/x.py": ""},
+        {"test_it.py": TESTS},
+        1.0,
+    ),
+    "output that grows as JSON": ({"calc.py": FLOODS + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "results of any type": ({"calc.py": REPORTS_ANYTHING + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "no tests where the agent's code makes them": (
+        {"calc.py": "import pytest\npytest.skip('no', allow_module_level=True)\n"},
+        {"test_it.py": MADE_TESTS},
+        0.0,
+    ),
+    "pipes in place of reports and tests": ({"calc.py": PIPES}, BESIDE, 0.0),
+    "limits of other processes": ({"calc.py": LIMITS_ALL + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "modules that pytest imports late": (
+        {"calc.py": WRONG, **{f"{name}.py": "import os\nos._exit(4)\n" for name in LATE_MODULES}},
+        {"test_it.py": TESTS},
+        0.0,
+    ),
+    "the scorer interrupted": (
+        {"calc.py": SIGNALS_ALL.format(2) + WRONG},
+        {"test_it.py": TESTS},
+        0.0,
+    ),
+    "a lone surrogate in a program": (
+        {"calc.py": f"{RIGHT}\nx = '\ud800'\n"},
+        {"test_it.py": TESTS},
+        0.0,
+    ),
+    "configuration that cannot be read": (
+        {"calc.py": RIGHT, **dict.fromkeys(COLLECT_ONLY, "\ud800[pytest\naddopts = --nonsense\n")},
+        {"test_it.py": TESTS},
+        1.0,
+    ),
+    "an exit with pytest's code for a wrong call": (
+        {"calc.py": "import pytest\npytest.exit('done', 4)\n"},
+        {"test_it.py": MADE_TESTS},
+        0.0,
+    ),
+    "odd names of tests": ({"calc.py": ODD_CASES + WRONG}, {"test_it.py": PARAMETERS}, 0.0),
+    "odd files": ({"calc.py": ODD_FILES + WRONG}, BESIDE, 0.0),
+    "a full disk": ({"calc.py": FILLS_DISK + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "more files than fit": (
+        {"calc.py": WRONG, **{f"{number}.txt": "" for number in range(20_000)}},
+        {"test_it.py": TESTS},
+        0.0,
+    ),
+    "tests that are overwritten before the process ends": (
+        {"calc.py": OVERWRITES + ENDS_ALL},
+        BESIDE,
+        0.0,
+    ),
+    "closed descriptors": (
+        {"calc.py": "import os\nos.closerange(0, 256)\n" + WRONG},
+        {"test_it.py": TESTS},
+        0.0,
+    ),
+}
+# Most of the time of a case is the start of pytest: by default those that have a cause of their own
+HOSTILE_BY_DEFAULT = 5
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        list(HOSTILE)[:HOSTILE_BY_DEFAULT],
+        *(
+            pytest.param([name], marks=pytest.mark.full)
+            for name in list(HOSTILE)[HOSTILE_BY_DEFAULT:]
+        ),
+    ],
+    ids=["some", *list(HOSTILE)[HOSTILE_BY_DEFAULT:]],
+)
+async def test_whatever_the_agents_files_do_they_are_scored(
+    rewards: RewardCalls, names: list[str]
+) -> None:
+    """They end, stop or fill everything that they reach. Result: the score of the tests that pass,
+    never a call without a score, which a trainer may repeat or leave out."""
+    accepted = [
+        await rewards.score("python_tests", {"files": HOSTILE[name][0], "tests": HOSTILE[name][1]})
+        for name in names
+    ]
+    ended = await rewards.ended(*(one.reward_id for one in accepted))
+    found = {
+        name: (one.state, one.score, one.error) for name, one in zip(names, ended, strict=True)
+    }
+    assert found == {name: (DONE, HOSTILE[name][2], "") for name in names}
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        ({"test_it.py": "def test_it(:"}, "tests.test_it.py: cannot be parsed"),
+        ({"conftest.py": "import", "test_it.py": TESTS}, "tests.conftest.py: cannot be parsed"),
+        ({"data.txt": "\ud800", "test_it.py": TESTS}, "tests.data.txt: cannot be written"),
+        ({"../test_it.py": TESTS}, "must be a path below the work folder"),
+        ({"data.txt": "x"}, "pytest found no tests"),
+    ],
+)
+async def test_tests_that_are_broken_by_themselves_are_no_score(
+    rewards: RewardCalls, tests: dict[str, str], why: str
+) -> None:
+    ended = await rewards.end("python_tests", {"files": {"calc.py": RIGHT}, "tests": tests})
+    assert ended.state == FAILED
+    assert why in ended.error
+
+
 @pytest.mark.parametrize(
     "part", [0, 1, *(pytest.param(part, marks=pytest.mark.full) for part in range(2, PARTS))]
 )

@@ -265,10 +265,15 @@ async def test_a_reward_ends_once_nats_is_back(
         assert (ended.state, ended.score) == (DONE, 3.0)
 
 
-async def test_a_path_out_of_the_work_folder_is_refused(rewards: RewardCalls) -> None:
-    for path in ("../up.py", "/etc/up.py"):
-        ended = await rewards.end(
-            "python_tests", {"files": {path: ""}, "tests": {"test_it.py": ""}}
-        )
-        assert ended.state == FAILED
-        assert "below the work folder" in ended.error
+@pytest.mark.parametrize("how", ["killed", "late", "large"])
+async def test_code_that_stops_its_scorer_gets_the_reward_that_is_declared_for_it(
+    rewards: RewardCalls, how: str
+) -> None:
+    """Its process ends without an answer, or takes too long or too much memory. Result: that
+    reward, at the first try, with the reason as output; and no reward where none is declared."""
+    ended = await rewards.end("stopped", {"how": how})
+    assert (ended.state, ended.score, ended.error, ended.tries) == (DONE, 0.0, "", 1)
+    reasons = {"killed": "crashed: killed by SIGKILL", "late": "timed_out: stopped after 1 s"}
+    assert ended.output.startswith(reasons.get(how, "out_of_memory: "))
+    undeclared = await rewards.end("stops", {"how": how})
+    assert (undeclared.state, undeclared.HasField("score")) == (FAILED, False)

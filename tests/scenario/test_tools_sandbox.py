@@ -116,6 +116,7 @@ HARMLESS = (
     "a descriptor of another process",
     "sockets beside the network's",
     "watches of the file system, which the kernel counts for all",
+    "limits of another process, of which one on CPU seconds would end process 1",
     "the host's files",
     "other processes",
     "a kernel keyring",

@@ -174,6 +174,7 @@ async def test_a_killed_environment_ends_its_session_only(calls: ToolsCalls) -> 
     result = await calls.step(killed, {"code": "import os; os.kill(-1, 9)"})
     assert result.status == pb.RESULT_STATUS_CRASHED
     session = await calls.session(killed)
+    assert result.done == session.done  # so that its agent cannot make an episode fail
     if session.done:
         with refused("SESSION_ENDED", grpc.StatusCode.FAILED_PRECONDITION):
             await calls.step(killed, {"answer": "1"})

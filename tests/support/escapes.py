@@ -65,6 +65,19 @@ import ctypes, os
 libc = ctypes.CDLL(None)
 print("contained" if libc.syscall(438, os.pidfd_open(os.getpid()), 1, 0) < 0 else "taken")
 """,
+    "limits of another process, of which one on CPU seconds would end process 1": """
+import os, resource
+child = os.fork()
+if child == 0:
+    os.read(os.pipe()[0], 1)
+try:
+    resource.prlimit(child, resource.RLIMIT_CORE, (0, 0))
+    print("limited")
+except OSError:
+    print("contained")
+os.kill(child, 9)
+ended = os.waitpid(child, 0)
+""",
     # AF_VSOCK, AF_ALG, AF_PACKET, AF_TIPC: their addresses, or what they ask of the kernel, are
     # everybody's.
     "sockets beside the network's": """

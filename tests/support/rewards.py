@@ -23,6 +23,8 @@ def reward(name, **more):
     return Tool(name=name, kind=Kind.REWARD, description="", entry=f"own_code:{name}", arguments_schema=ANY, **more)
 
 TOOLS = [reward(name) for name in ("given", "nothing", "endless", "no_number", "raising", "waiting")]
+SMALL = Limits(wall_s=1.0, memory_bytes=64 * 1024 * 1024)
+TOOLS += [reward("stops", limits=SMALL), reward("stopped", limits=SMALL, stopped_reward=0.0)]
 """
 OWN_SCORES = """
 import math, os, time
@@ -39,6 +41,13 @@ def no_number(arguments):
     return Outcome(reward=math.nan)
 def raising(arguments):
     raise RuntimeError("no such luck")
+def stops(arguments):
+    if arguments["how"] == "killed":
+        os.kill(os.getpid(), 9)
+    if arguments["how"] == "late":
+        os.kill(os.getpid(), 19)
+    return Outcome(output=str(len(bytearray(512 * 1024 * 1024))), reward=1.0)
+stopped = stops
 def waiting(arguments):
     time.sleep(arguments["seconds"])
     return Outcome(reward=arguments["seconds"])

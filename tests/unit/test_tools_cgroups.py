@@ -5,7 +5,15 @@ import os
 from pathlib import Path
 
 import pytest
-from treadle_tools.sandbox.cgroups import OOM_EVENTS, SWAP_MOST, Cgroups, Root, Slot, find_cgroups
+from treadle_tools.sandbox.cgroups import (
+    OOM_EVENTS,
+    SWAP_MOST,
+    Cgroups,
+    MemoryCounts,
+    Root,
+    Slot,
+    find_cgroups,
+)
 from treadle_tools.sandbox.processes import read_private_bytes
 
 
@@ -84,12 +92,17 @@ def test_cpu_seconds_are_read_where_they_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_kills_for_memory_are_counted(tmp_path: Path, version: int) -> None:
+def test_kills_for_memory_are_counted_and_how_often_the_slot_was_full(
+    tmp_path: Path, version: int
+) -> None:
     slot, folders = slot_of(version, tmp_path)
+    if version == 1:
+        for file in ("memory.failcnt", "memory.memsw.failcnt"):
+            (folders["memory"] / file).write_text("1\n")
     (folders["memory"] / OOM_EVENTS[version]).write_text(
-        "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n" + ("oom 2\n" if version == 2 else "")
     )
-    assert slot.oom_kills() == 3
+    assert slot.memory_counts() == MemoryCounts(kills=3, full=2)
 
 
 def test_slots_are_used_again(tmp_path: Path) -> None:

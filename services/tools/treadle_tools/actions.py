@@ -298,7 +298,9 @@ class Actions:
         try:
             result = result_of(await call.work(granted), call.tool, granted.output_bytes)
         except SandboxLost as lost:
-            result = Result(lost.status, error=str(lost), alive=False)
+            result = Result(
+                lost.status, error=str(lost), alive=False, lost=lost.status is Status.CRASHED
+            )
         except WorkerFailed as failure:
             raise Unavailable(
                 "TOOL_NOT_READY", str(failure), retry_after_s=RETRY_WORKER_S

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -353,7 +353,7 @@ class Sessions:
                     "step", arguments, granted, session.tool.processes, request_id=key
                 )
 
-            result = await self._run(session, limits, step)
+            result = _done_if_ended(await self._run(session, limits, step))
             session.touch()
             refuse_invalid(result)
             session.steps += 1
@@ -422,7 +422,9 @@ class Sessions:
             self._lose(session, str(lost))
             return
         result = (
-            result_of(reply, session.tool, session.limits.output_bytes) if reply["id"] else None
+            _done_if_ended(result_of(reply, session.tool, session.limits.output_bytes))
+            if reply["id"]
+            else None
         )
         if not session.last_key and (result is None or result.invalid is not None):
             self._drop(session, "never opened")  # or refused to open; no caller knows its id
@@ -458,10 +460,10 @@ class Sessions:
 
     def _note(self, session: Session, key: str, result: Result) -> None:
         session.last_key, session.last = key, result
-        if result.done:
-            session.ended = session.ended or DONE
-        elif not result.alive:
+        if not result.alive:
             session.ended = session.ended or result.error or result.status
+        elif result.done:
+            session.ended = session.ended or DONE
         session.backend.records.note(session.session_id, session.facts())
         if session.ended:
             self._release(session)
@@ -471,3 +473,9 @@ class Sessions:
         sandbox, session.sandbox = session.sandbox, None
         if sandbox is not None:
             sandbox.close()
+
+
+def _done_if_ended(result: Result) -> Result:
+    """Return the result of a step; done where the agent's code may have ended the environment: an
+    episode that its own code cuts short is over, and worth what it was until then."""
+    return result if result.alive or result.lost else replace(result, done=True)

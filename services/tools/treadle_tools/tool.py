@@ -120,9 +120,10 @@ class Tool:
     Judge, which runs it instead; `entry` is then empty. backend: where it runs (bubblewrap, docker,
     kubernetes); empty: where the service runs tools (BACKEND). image: of its containers; empty:
     IMAGE. network: of the operator's (NETWORKS), for its containers; empty: none. reward_range:
-    lowest and highest reward of an answer; another one is no answer. runs_code: an argument is code
-    that runs in the process that answers, so that a reward, data or refusal in its answer means
-    nothing.
+    lowest and highest reward of an answer; another one is no answer. stopped_reward: of a call that
+    takes too long or too much memory, or whose process ends without an answer, where the agent's
+    code may cause that; None: such a call has no reward. runs_code: an argument is code that runs
+    in the process that answers, so that a reward, data or refusal in its answer means nothing.
     """
 
     name: str
@@ -145,6 +146,7 @@ class Tool:
     image: str = ""
     network: str = ""
     reward_range: tuple[float, float] = (-math.inf, math.inf)
+    stopped_reward: float | None = None
     runs_code: bool = False
 
 
@@ -212,7 +214,8 @@ class Result:
     alive: whether the session's process can take another step. invalid: (argument, description)
     where the tool refused an argument. cores: that it was granted. held_s: for how long it held
     them. cpu_s: CPU seconds that it used; None where nobody counts. refused_s: for how long the
-    tool's provider requested a pause.
+    tool's provider requested a pause. lost: whether the sandbox ended, by no limit of the action's,
+    so that the action is not to blame.
     """
 
     status: Status
@@ -231,6 +234,7 @@ class Result:
     held_s: float = 0.0
     cpu_s: float | None = None
     refused_s: float | None = None
+    lost: bool = False
 
     def timed(self, *, queue_s: float, total_s: float) -> "Result":
         """Return the same result with queue and overhead: overhead is what is neither queue nor

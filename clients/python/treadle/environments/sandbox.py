@@ -87,5 +87,6 @@ class _Sandbox(Episode):
 
 
 def _turn_of(result: ToolResult) -> Turn:
-    """Make a turn from a tool's result. A failed step reports why, and the episode continues."""
+    """Make a turn from a tool's result. A failed step reports why, and the episode continues unless
+    it has ended the environment."""
     return Turn([user(text_of(result))], result.reward or 0.0, result.done)

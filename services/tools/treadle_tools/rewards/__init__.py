@@ -91,6 +91,7 @@ PYTHON_TESTS = Tool(
     ),
     limits=Limits(cpu_cores=32, memory_bytes=4096 * MIB, wall_s=300.0),
     reward_range=(0.0, 1.0),
+    stopped_reward=0.0,  # the agent's code can kill or starve the process that scores it
     processes=256,
     # Collecting the tests and starting the workers of pytest-xdist takes about as long as a few
     # tests.

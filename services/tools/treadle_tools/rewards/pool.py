@@ -63,6 +63,9 @@ SANDBOX_QUEUE = "(sandbox)"  # a tool cannot have this name
 
 UNKNOWN_S = 1.0  # what a function is taken to cost before it has run
 
+# How a call ends that the code in its arguments has stopped, unless its sandbox was lost
+STOPPED = (Status.TIMED_OUT, Status.OUT_OF_MEMORY, Status.CRASHED)
+
 # The function is not to blame, and may answer later.
 NOT_NOW = (Unavailable, ResourceExhausted, FailedPrecondition)
 
@@ -110,6 +113,10 @@ class ToolScorer:
             raise Unavailable(
                 "PROVIDER_REFUSED", result.error or "refused", retry_after_s=result.refused_s
             )
+        if self._tool.stopped_reward is not None and result.status in STOPPED and not result.lost:
+            why = f"{result.status}: {result.error}\n{result.output}"
+            stopped = self._tool.stopped_reward
+            return replace(result, status=Status.OK, output=why, error="", reward=stopped)
         if result.status is not Status.OK or (
             result.reward is not None and math.isfinite(result.reward)
         ):

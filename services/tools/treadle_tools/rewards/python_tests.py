@@ -1,8 +1,13 @@
 """Score an agent's files by the share of the given pytest tests that they pass.
 
 Exactly the given tests run and count. The agent's files that would choose or count tests are not
-written (`_chooses_tests`), pytest reads the configuration of the tests alone, and a test function
-of the agent's that a given file imports is left out.
+written (`_chooses_tests`), nor those that cannot be; pytest reads the configuration of the tests
+alone, and a test function of the agent's that a given file imports is left out.
+
+Only the tests can leave a call without a score: where they cannot be read, or are none (looked at
+before any file of the agent's is written). Whatever the agent's files do, they are scored: no value
+that comes from them is trusted to have its type or size, and where their code ends this process or
+holds it up, `Tool.stopped_reward` counts.
 
 pytest runs with pytest-xdist, also on one core: its workers run the tests and the agent's code. Its
 main process counts, in a file that the workers cannot open, and imports the agent's code only where
@@ -27,10 +32,10 @@ import sys
 import tempfile
 import unittest.mock  # noqa: F401 - so that _Originals has it
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -39,11 +44,14 @@ from treadle_tools.tool import InvalidArguments, Outcome, Status
 
 WORK = Path("/tmp/work")
 TESTS_S = 280.0  # within the wall clock of the reward; a test that has not ended then has failed
+COLLECTION_S = 15.0  # also within it, before the tests
 CORES_VARIABLE = "TREADLE_CORES"  # how many cores this action has
 # For the plugin: the given files; the file of the results, in the main process.
 GIVEN_VARIABLE, RESULTS_VARIABLE = "TREADLE_GIVEN_TESTS", "TREADLE_TEST_RESULTS"
-MOST_OUTPUT_BYTES = 1024 * 1024
-USAGE_ERROR = 4  # exit code of pytest
+MOST_OUTPUT_BYTES = 64 * 1024  # a byte takes up to six in the answer
+MOST_LEFT_OUT, MOST_LINE_CHARS = 20, 200  # files of the agent's that the output names
+NO_TESTS, USAGE_ERROR = pytest.ExitCode.NO_TESTS_COLLECTED, pytest.ExitCode.USAGE_ERROR
+IN_WORKER = "PYTEST_XDIST_WORKER"  # environment variable, which pytest-xdist sets in a worker
 
 CONFTEST = "conftest.py"
 CONFIGURATIONS = ("pytest.toml", "pytest.ini", "pyproject.toml", "tox.ini", "setup.cfg")
@@ -59,34 +67,42 @@ PHASES = {"setup": "passed", "call": "passed", "teardown": "passed"}  # of a tes
 
 def python_tests(arguments: Mapping[str, Any]) -> Outcome:
     """Score the share of tests that pass; with `all_or_nothing` 1.0 where all pass, else 0.0."""
-    given = {_path("tests", path): content for path, content in arguments["tests"].items()}
-    agents = {_path("files", path): content for path, content in arguments["files"].items()}
-    _write({path: text for path, text in agents.items() if not _chooses_tests(path, given)})
-    _write(given)
-    files = {path: _count_tests(text) for path, text in given.items() if _is_test_file(path, text)}
-    returncode, output, lines = _run(files, given)
-    tests = _results(lines)
+    # An interrupt of the agent's code ends this process, as every signal does
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    given: dict[PurePosixPath, str] = {}
+    for name, text in arguments["tests"].items():
+        if (path := _path(name)) is None:
+            raise InvalidArguments(f"tests.{name}", "must be a path below the work folder")
+        given[path] = text
+    counts = {path: _count_tests(path, text) for path, text in given.items()}
+    files = {path: count for path, count in counts.items() if count is not None}
+    _write_given(given)
+    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as results:
+        run = _Pytest(files, given, printed, results)
+        if (refusal := run.refuse()) is not None:
+            return refusal
+        left_out = _write_agents(arguments["files"], given)
+        returncode = run.run(TESTS_S)
+        output, tests = left_out + run.output(), _results(results)
+    if returncode == USAGE_ERROR and not run.has_conftest:
+        return _wrong_call(output)
     missing = sum(
-        max(1, count)
+        count
         for path, count in files.items()
         if count and not any(test.split("::")[0] == str(path) for test in tests)
     )
-    total = max(len(tests) + missing, int(arguments.get("expected_tests", 0)))
-    wrong_call = returncode == USAGE_ERROR and not any(path.name == CONFTEST for path in given)
-    if wrong_call or not total:
-        error = "pytest was called wrongly" if wrong_call else "pytest found no tests"
-        return Outcome(output=output, status=Status.TOOL_ERROR, error=error)
+    # At least one: the tests alone have some, or need the agent's files to
+    total = max(len(tests) + missing, int(arguments.get("expected_tests", 1)))
     passed = sum(tests.values())
     share = passed / total
     reward = float(passed == total) if arguments.get("all_or_nothing", False) else share
     return Outcome(output=output, reward=reward, data={"passed": passed, "tests": total})
 
 
-def _path(name: str, path: str) -> PurePosixPath:
-    pure = PurePosixPath(path)
-    if not pure.parts or path.startswith("/") or ".." in pure.parts:
-        raise InvalidArguments(f"{name}.{path}", "must be a path below the work folder")
-    return pure
+def _path(name: str) -> PurePosixPath | None:
+    """Return a path below the work folder; None where the name is of another place."""
+    pure = PurePosixPath(name)
+    return None if not pure.parts or name.startswith("/") or ".." in pure.parts else pure
 
 
 def _chooses_tests(path: PurePosixPath, given: Iterable[PurePosixPath]) -> bool:
@@ -99,40 +115,64 @@ def _chooses_tests(path: PurePosixPath, given: Iterable[PurePosixPath]) -> bool:
         or path.parts[0].removesuffix(".py") in SHADOWED
         # A folder is imported before a file of the same name.
         or any(
-            one == path or one.with_suffix("") in path.parents or one in path.parents
+            one == path
+            or one.with_suffix("") in path.parents
+            or one in path.parents
+            or path in one.parents
             for one in given
         )
     )
 
 
-def _write(files: Mapping[PurePosixPath, str]) -> None:
+def _write_given(files: Mapping[PurePosixPath, str]) -> None:
     WORK.mkdir(exist_ok=True)
-    for path, content in files.items():
-        target = WORK / path
-        for parent in reversed(target.relative_to(WORK).parents[:-1]):
-            if (WORK / parent).is_file():
-                (WORK / parent).unlink()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            shutil.rmtree(target)
-        target.write_text(content)
+    for path, text in files.items():
+        try:
+            _write(path, text.encode())
+        except (OSError, ValueError, RecursionError) as error:
+            why = f"cannot be written: {error}"
+            raise InvalidArguments(f"tests.{path}", why) from None
 
 
-def _is_test_file(path: PurePosixPath, source: str) -> bool:
-    """Return whether a given file holds tests: by its name, or by what is in it."""
-    if path.suffix != ".py" or path.name in (CONFTEST, "__init__.py"):
-        return False
+def _write_agents(files: Mapping[str, str], given: Iterable[PurePosixPath]) -> str:
+    """Write the agent's files beside the given ones; return a line for each that cannot be."""
+    left_out = []
+    for name, text in files.items():
+        if (path := _path(name)) is None:
+            left_out.append(f"{name!r}: is not below the work folder")
+        elif not _chooses_tests(path, given):
+            try:
+                _write(path, text.encode("utf-8", "surrogatepass"))
+            except (OSError, ValueError, RecursionError) as error:
+                left_out.append(f"{name!r}: {error}")
+    lines = [f"left out: {line[:MOST_LINE_CHARS]}\n" for line in left_out[:MOST_LEFT_OUT]]
+    if len(left_out) > len(lines):
+        lines.append(f"left out: {len(left_out) - len(lines)} more files\n")
+    return "".join(lines)
+
+
+def _write(path: PurePosixPath, content: bytes) -> None:
+    (WORK / path).parent.mkdir(parents=True, exist_ok=True)
+    (WORK / path).write_bytes(content)
+
+
+def _count_tests(path: PurePosixPath, source: str) -> int | None:
+    """Return how many test functions a given file writes down; None of a file without tests, by
+    its name and what is in it. Raises InvalidArguments for a test file that is no Python."""
+    if path.suffix != ".py" or path.name == "__init__.py":
+        return None
     stem = path.stem
     named = stem.startswith("test_") or stem.endswith("_test") or stem in ("test", "tests")
-    return named or _count_tests(source) > 0
-
-
-def _count_tests(source: str) -> int:
-    """Return how many test functions a file writes down; of a file that cannot be read, one."""
     try:
-        body = ast.parse(source).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return 1
+        count = _count_functions(ast.parse(source).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        if not named and path.name != CONFTEST:
+            return None
+        raise InvalidArguments(f"tests.{path}", f"cannot be parsed: {error}") from None
+    return count if path.name != CONFTEST and (named or count) else None
+
+
+def _count_functions(body: list[ast.stmt]) -> int:
     bodies = [body]
     for each in body:
         if isinstance(each, ast.ClassDef):
@@ -146,56 +186,101 @@ def _count_tests(source: str) -> int:
     )
 
 
-def _run(
-    files: Iterable[PurePosixPath], given: Iterable[PurePosixPath]
-) -> tuple[int | None, str, list[str]]:
-    """Run pytest; return its exit code (None: it took too long), output and lines of results."""
-    with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as results:
+class _Pytest:
+    """Runs pytest over the given tests.
+
+    files: given files with tests, and how many test functions each writes down. printed, results:
+    open files without a name, so that nothing in the work folder is read afterwards.
+    """
+
+    def __init__(
+        self,
+        files: Mapping[PurePosixPath, int],
+        given: Collection[PurePosixPath],
+        printed: IO[bytes],
+        results: IO[bytes],
+    ) -> None:
+        self.has_conftest = any(path.name == CONFTEST for path in given)
+        self._files, self._given = files, given
+        self._printed, self._results = printed, results
+
+    def refuse(self) -> Outcome | None:
+        """Return why the tests alone are none, if that is so; call it before a file of the agent's
+        is there. Tests that need such a file are some."""
+        if any(self._files.values()):
+            return None
+        returncode = self.run(COLLECTION_S, "--collect-only") if self._files else NO_TESTS
+        output = self.output()
+        for file in (self._printed, self._results):
+            file.seek(0)
+            file.truncate()
+        if returncode == USAGE_ERROR and not self.has_conftest:
+            return _wrong_call(output)
+        if returncode == NO_TESTS:
+            error = "pytest found no tests"
+            return Outcome(output=output, status=Status.TOOL_ERROR, error=error)
+        return None
+
+    def run(self, most_s: float, *flags: str) -> int | None:
+        """Run pytest; return its exit code, None where it took too long."""
+        # With flags it imports the tests itself, and they may need a given file
+        paths = [*filter(None, sys.path), *([str(WORK)] if flags else [])]
         process = subprocess.Popen(
-            _command(files, given),
+            [*self._command(), *flags],
             cwd=WORK,
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "PYTHONPATH": os.pathsep.join(paths),
                 "PYTHONSAFEPATH": "1",  # no pytest.py of the agent's, in workers too
                 "PYTHONDONTWRITEBYTECODE": "1",
-                GIVEN_VARIABLE: json.dumps([str(path) for path in given]),
-                RESULTS_VARIABLE: str(results.fileno()),
+                GIVEN_VARIABLE: json.dumps([str(path) for path in self._given]),
+                RESULTS_VARIABLE: str(self._results.fileno()),
             },
-            pass_fds=[results.fileno()],
+            pass_fds=[self._results.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=printed,
+            stdout=self._printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            returncode = process.wait(TESTS_S)
+            return process.wait(most_s)
         except subprocess.TimeoutExpired:
-            returncode = None
+            return None
         finally:
             with contextlib.suppress(ProcessLookupError):  # no worker is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for file in (printed, results):
-            file.seek(0)
-        output = printed.read(MOST_OUTPUT_BYTES).decode(errors="backslashreplace")
-        return returncode, output, results.read().decode().splitlines()
+
+    def output(self) -> str:
+        """Return what pytest and the tests have printed, cut."""
+        self._printed.seek(0)
+        return self._printed.read(MOST_OUTPUT_BYTES).decode(errors="backslashreplace")
+
+    def _command(self) -> list[str]:
+        named = (name for name in CONFIGURATIONS if PurePosixPath(name) in self._given)
+        command = [sys.executable, "-P", "-s", "-m", "pytest", "-q"]
+        command += ["-p", "no:cacheprovider", "-p", __name__]
+        command += ["--rootdir", str(WORK), "--confcutdir", str(WORK)]
+        command += ["-c", next(named, os.devnull)]
+        command += ["-n", os.environ.get(CORES_VARIABLE, "1")]
+        return command + [str(path) for path in self._files]
 
 
-def _command(files: Iterable[PurePosixPath], given: Iterable[PurePosixPath]) -> list[str]:
-    configuration = next((name for name in CONFIGURATIONS if PurePosixPath(name) in given), None)
-    command = [sys.executable, "-P", "-s", "-m", "pytest", "-q"]
-    command += ["-p", "no:cacheprovider", "-p", __name__, "--rootdir", str(WORK)]
-    command += ["-c", configuration or os.devnull]
-    command += ["-n", os.environ.get(CORES_VARIABLE, "1")]
-    return command + [str(path) for path in files]
+def _wrong_call(output: str) -> Outcome:
+    """Return the outcome of tests whose configuration pytest refuses. No code of the agent's runs
+    in the process that says so, unless a given conftest.py imports it."""
+    return Outcome(output=output, status=Status.TOOL_ERROR, error="pytest was called wrongly")
 
 
-def _results(lines: Iterable[str]) -> dict[str, bool]:
+def _results(file: IO[bytes]) -> dict[str, bool]:
     """Return which tests there are, and whether each has passed: once, in all its phases."""
     phases: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for line in lines:
-        message = json.loads(line)
+    file.seek(0)
+    for line in file:
+        try:
+            message = json.loads(line)
+        except ValueError:  # the disk was full
+            continue
         for test in message.get("collected", ()):
             phases.setdefault(test, [])
         if "test" in message:
@@ -253,9 +338,13 @@ ORIGINALS = pytest.StashKey[_Originals]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
-    """Let tests import from the work folder; not before pytest has loaded its own modules."""
+    """Let tests import from the work folder; not before pytest has loaded its own modules, and in
+    the main process only where a given conftest.py may need it: modules that it imports later must
+    not be the agent's."""
     early_config.stash[ORIGINALS] = _Originals(early_config)
-    sys.path.insert(0, str(early_config.rootpath))
+    paths = map(PurePosixPath, json.loads(os.environ[GIVEN_VARIABLE]))
+    if IN_WORKER in os.environ or any(path.name == CONFTEST for path in paths):
+        sys.path.insert(0, str(early_config.rootpath))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -264,21 +353,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_GivenTestsOnly(config), "given tests only")
     else:
         isolation.set_dumpable(False)  # so that no other process opens its files
-        config.pluginmanager.register(_Reporter(int(os.environ[RESULTS_VARIABLE])), "reporter")
+        config.pluginmanager.register(_Main(config), "main process")
 
 
-class _Reporter:
-    """Writes what the workers report: which tests there are, and each phase of one."""
+class _Main:
+    """Gives workers the given files, and writes what they report: which tests there are, and each
+    phase of one."""
 
-    def __init__(self, file: int) -> None:
-        os.set_inheritable(file, False)
-        self._file = file
+    def __init__(self, config: pytest.Config) -> None:
+        self._file = int(os.environ[RESULTS_VARIABLE])
+        os.set_inheritable(self._file, False)
+        # Read now: a worker that is started later finds what code of the agent's has made of them
+        self._given = {
+            path: (config.rootpath / path).read_bytes()
+            for path in json.loads(os.environ[GIVEN_VARIABLE])
+        }
+
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput[GIVEN_VARIABLE] = self._given
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._write({"collected": ids})
+        self._write({"collected": [str(test) for test in ids]})
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._write({"test": report.nodeid, "phase": report.when, "outcome": report.outcome})
+        # Of any type, where code of the agent's sends it in the worker's place
+        told = {"test": report.nodeid, "phase": report.when, "outcome": report.outcome}
+        self._write({name: str(value) for name, value in told.items()})
 
     def _write(self, message: Mapping[str, Any]) -> None:
         os.write(self._file, json.dumps(message).encode() + b"\n")
@@ -292,8 +392,8 @@ class _GivenTestsOnly:
         self._root = config.rootpath
         self._plugins = config.pluginmanager
         self._originals = config.stash[ORIGINALS]
-        paths = [self._root / path for path in json.loads(os.environ[GIVEN_VARIABLE])]
-        self._given = {path: path.read_bytes() for path in paths}
+        given: Mapping[str, bytes] = vars(config)["workerinput"][GIVEN_VARIABLE]
+        self._given = {self._root / path: content for path, content in given.items()}
         self._known: set[Any] = set()
 
     @pytest.hookimpl(trylast=True)
@@ -345,7 +445,8 @@ class _GivenTestsOnly:
         for plugin in self._plugins.get_plugins() - self._known:
             if isinstance(plugin, ModuleType):
                 source = Path(plugin.__file__ or self._root)
-                is_agents = source not in self._given and source.is_relative_to(self._root)
+                # Also of /tmp, which the agent's code can write too
+                is_agents = source not in self._given and source.is_relative_to(self._root.parent)
             else:
                 is_agents = not self._originals.has_type_of(plugin)
             if is_agents:

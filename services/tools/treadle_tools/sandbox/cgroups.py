@@ -33,6 +33,8 @@ MEMORY_MOST = {1: "memory.limit_in_bytes", 2: "memory.max"}
 # Of version 1: memory and swap together
 SWAP_MOST = {1: "memory.memsw.limit_in_bytes", 2: "memory.swap.max"}
 OOM_EVENTS = {1: "memory.oom_control", 2: "memory.events"}
+# How often a group was at its own limit: in version 1 files of their own, else a line of OOM_EVENTS
+FULL_COUNTS, FULL_EVENT = ("memory.failcnt", "memory.memsw.failcnt"), "oom"
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,15 @@ class Root:
     version: int
     folders: Mapping[str, str]
     cores: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryCounts:
+    """How often the kernel killed a process of a group for memory, and how often the group was at
+    its own limit: a kill at another time is because the machine, or a group above, had no more."""
+
+    kills: int = 0
+    full: int = 0
 
 
 class Slot:
@@ -126,13 +137,16 @@ class Slot:
         for folder in set(self._folders.values()):
             (folder / "cgroup.procs").write_text(str(pid))
 
-    def oom_kills(self) -> int:
-        """Return how many processes the kernel has killed in this group for its memory, over its
-        life."""
+    def memory_counts(self) -> MemoryCounts:
+        """Return what the kernel has counted of the group's memory over its life."""
         text = _read(self._path("memory", OOM_EVENTS[self._root.version]))
-        return next(
-            (int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0
-        )
+        events = {name: int(count) for name, count in map(str.split, text.splitlines())}
+        full = events.get(FULL_EVENT, 0)
+        if self._root.version == 1:
+            for file in FULL_COUNTS:
+                with contextlib.suppress(FileNotFoundError):  # swap is not counted
+                    full += int(_read(self._path("memory", file)))
+        return MemoryCounts(events.get("oom_kill", 0), full)
 
     def remove(self) -> None:
         """Remove the group, once its processes are gone. Raises OSError where they stay."""
@@ -213,7 +227,7 @@ def find_cgroups(proc: Path = Path("/proc/self")) -> Cgroups | None:
             )
             slot = cgroups.take()
             slot.limit(memory_bytes=1 << 30, cpu_cores=1, processes=64)
-            slot.oom_kills()
+            slot.memory_counts()
             slot.cpu_s()
             cgroups.give_back(slot)
         except OSError as error:

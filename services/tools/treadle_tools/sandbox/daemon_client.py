@@ -24,7 +24,7 @@ from treadle_runtime.bus import run_beside
 
 from treadle_tools.sandbox import channel
 from treadle_tools.sandbox.bubblewrap import Recipe
-from treadle_tools.sandbox.cgroups import Root, Slot
+from treadle_tools.sandbox.cgroups import MemoryCounts, Root, Slot
 from treadle_tools.sandbox.channel import Channel
 from treadle_tools.sandbox.inside import messages
 from treadle_tools.sandbox.processes import wait_for_growth
@@ -64,8 +64,8 @@ class BubblewrapSandbox(Sandbox):
         self._pid = pid
         self._slot = slot
         self._end = end
-        self._memory_kills = 0  # by this service
-        self._kills_before = 0  # the last request
+        self._killed_above = False  # by this service, during the last request
+        self._counts_before = MemoryCounts()  # the last request
 
     @property
     def alive(self) -> bool:
@@ -82,7 +82,7 @@ class BubblewrapSandbox(Sandbox):
     async def _exchange(
         self, header: dict[str, Any], body: bytes, limits: Limits, processes: int
     ) -> dict[str, Any]:
-        self._kills_before = self._count_memory_kills()
+        self._killed_above, self._counts_before = False, self._count_memory()
         slot = None if header["op"] == "recall" else self._slot
         used_s = None if slot is None else self._limit(slot, header["op"], limits, processes)
         try:
@@ -116,20 +116,24 @@ class BubblewrapSandbox(Sandbox):
         return slot.cpu_s()
 
     def _was_killed_for_memory(self) -> bool:
-        return self._count_memory_kills() > self._kills_before
+        before, now = self._counts_before, self._count_memory()
+        return self._killed_above or (now.kills > before.kills and now.full > before.full)
 
-    def _count_memory_kills(self) -> int:
-        """Return the kills for memory up to now: by the kernel in the slot, or by this service."""
+    def _machine_ran_out(self) -> bool:
+        before, now = self._counts_before, self._count_memory()
+        return now.kills > before.kills and now.full == before.full
+
+    def _count_memory(self) -> MemoryCounts:
         if self._slot is None:
-            return self._memory_kills
+            return MemoryCounts()
         try:
-            return self._slot.oom_kills()
+            return self._slot.memory_counts()
         except FileNotFoundError:  # removed after the sandbox's end
-            return 0
+            return MemoryCounts()
 
     async def _kill_above(self, memory_bytes: int) -> None:
         await wait_for_growth(self._pid, memory_bytes)
-        self._memory_kills += 1
+        self._killed_above = True
         self._end()
 
     async def _exchange_messages(self, header: Mapping[str, Any], body: bytes) -> dict[str, Any]:

@@ -147,6 +147,8 @@ class Sandbox(ABC):
             raise
         if reply.get("status") == Status.CRASHED and self._was_killed_for_memory():
             reply |= {"status": Status.OUT_OF_MEMORY, "error": above_memory}
+        elif op == "call" and self._machine_ran_out():
+            raise SandboxLost("the machine ran out of memory, and a process was killed for it")
         return reply
 
     @abstractmethod
@@ -162,6 +164,11 @@ class Sandbox(ABC):
     def _was_killed_for_memory(self) -> bool:
         """Return whether a process has been killed for its memory since the last request was
         sent."""
+
+    def _machine_ran_out(self) -> bool:
+        """Return whether a process has been killed since then although the sandbox was within its
+        own limit; False where nobody counts."""
+        return False
 
     @abstractmethod
     def close(self) -> None:

@@ -264,21 +264,22 @@ def count_ipc_objects() -> int:
 # The filter refuses what no tool needs and what escapes and leaks between actions use: more
 # namespaces, other processes' memory and descriptors, kernel keyrings (they outlive an action),
 # programs that the kernel interprets, watches whose number the kernel limits for all sandboxes
-# together, sockets of families whose addresses are shared. Per machine: audit architecture; clone,
-# clone3, socket, socketpair; the refused calls: unshare setns ptrace process_vm_readv
+# together, sockets of families whose addresses are shared, limits of another process (one on CPU
+# seconds would end init). Per machine: audit architecture; clone, clone3, prlimit64, socket,
+# socketpair; the refused calls: unshare setns ptrace process_vm_readv
 # process_vm_writev add_key request_key keyctl bpf perf_event_open userfaultfd io_uring_setup
 # pidfd_getfd fanotify_init; those that make memory which no process has mapped: memfd_create
 # memfd_secret shmget.
 _MACHINES = {
     "x86_64": (
         0xC000003E,
-        (56, 435, 41, 53),
+        (56, 435, 302, 41, 53),
         (272, 308, 101, 310, 311, 248, 249, 250, 321, 298, 323, 425, 438, 300),
         (319, 447, 29),
     ),
     "aarch64": (
         0xC00000B7,
-        (220, 435, 198, 199),
+        (220, 435, 261, 198, 199),
         (97, 268, 117, 270, 271, 217, 218, 219, 280, 241, 282, 425, 438, 262),
         (279, 447, 194),
     ),
@@ -319,7 +320,7 @@ def _refuse(numbers: Iterable[int]) -> list[tuple[int, int, int, int]]:
 
 def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
     """Return the filter of the calls that every sandbox is refused."""
-    _, (clone, clone3, *sockets), refused, _ = _MACHINES[machine]
+    _, (clone, clone3, prlimit, *sockets), refused, _ = _MACHINES[machine]
     # glibc falls back to clone, whose flags the filter can read; those of clone3 are behind a
     # pointer.
     program = [
@@ -327,6 +328,11 @@ def _filter_program(machine: str) -> list[tuple[int, int, int, int]]:
         (_JUMP_EQUAL, 0, 1, clone3),
         (_RETURN, 0, 0, _NO_SUCH_CALL),
         *_refuse(refused),
+        (_JUMP_EQUAL, 0, 4, prlimit),
+        (_LOAD, 0, 0, _FIRST_ARGUMENT_AT),
+        (_JUMP_EQUAL, 0, 1, 0),  # the calling process
+        (_RETURN, 0, 0, _ALLOW),
+        (_RETURN, 0, 0, _NO_PERMISSION),
     ]
     for number in sockets:
         program += [(_JUMP_EQUAL, 0, len(_SOCKETS) + 3, number), (_LOAD, 0, 0, _FIRST_ARGUMENT_AT)]
