@@ -63,7 +63,10 @@ def explain(out: Terminal) -> None:
 def top(out: Terminal) -> None:
     engine = EngineRow(HOSTILE, 1, 2, 3, 0.5, 1.0, 1, HOSTILE, "ok")
     trajectory = TrajectoryRow(HOSTILE, HOSTILE, 0, HOSTILE, 1, 2, 3.0, HOSTILE, 0, 1.0)
-    rollout, move = RolloutRow(HOSTILE, 1, 2, 3.0, 0.1), MoveRow(*[HOSTILE] * 4, 1.0)
+    rollout, move = (
+        RolloutRow(HOSTILE, 1, 2, 3.0, 0.1),
+        MoveRow(HOSTILE, HOSTILE, HOSTILE, HOSTILE, 1.0),
+    )
     shot = Snapshot(HOSTILE, "", (engine,), (trajectory,), (rollout,), (move,), 1.0, 0.0)
     out.print(Screen(shot))
 
@@ -156,7 +159,7 @@ def test_a_report_of_hostile_names_is_drawn(tmp_path: Path) -> None:
         for play in run.record.plays
     ]
     record = replace(run.record, model=HOSTILE, machine=HOSTILE, plays=tuple(plays))
-    write_run(tmp_path, replace(run, record=record, trajectories=trajectories))
+    write_run(tmp_path, replace(run, record=record, trajectories=tuple(trajectories)))
     page = io.StringIO()
     render_run(tmp_path, Terminal(file=page, width=4_000))
     requires_letters_only(page.getvalue())
