@@ -377,8 +377,9 @@ for pid in range(1, 400):
 # to what they print,
 FLOODS = """
 import os
-for letter in (b"\\1", b"\\xff"):
-    os.write(2, letter * 1_500_000)
+def add(a, b):
+    os.write(2, (b"\\1" if a == 1 else b"\\xff") * 1_500_000)
+    return 0
 """
 # to the results of the workers,
 REPORTS_ANYTHING = """
@@ -461,7 +462,7 @@ HOSTILE: dict[str, tuple[dict[str, str], dict[str, str], float]] = {
         {"test_it.py": TESTS},
         1.0,
     ),
-    "output that grows as JSON": ({"calc.py": FLOODS + WRONG}, {"test_it.py": TESTS}, 0.0),
+    "output that grows as JSON": ({"calc.py": FLOODS}, {"test_it.py": TESTS}, 0.0),
     "results of any type": ({"calc.py": REPORTS_ANYTHING + WRONG}, {"test_it.py": TESTS}, 0.0),
     "no tests where the agent's code makes them": (
         {"calc.py": "import pytest\npytest.skip('no', allow_module_level=True)\n"},
