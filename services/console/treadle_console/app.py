@@ -262,7 +262,7 @@ class _LoginCheck:
         request = Request(scope)
         logs_in = self._login.admits(request.query_params.get("token"))
         if not (logs_in or self._login.admits(request.cookies.get(self._login.cookie))):
-            await _refuse(401, NO_LOGIN)(scope, receive, send)
+            await refuse_plainly(401, NO_LOGIN)(scope, receive, send)
             return
         value = f"{self._login.cookie}={self._login.token}; HttpOnly; SameSite=Strict; Path=/"
 

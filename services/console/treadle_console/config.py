@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 from treadle_runtime.config import Hosts, Key, Settings, address, addresses, is_loopback
 
 Address = Annotated[str, AfterValidator(lambda value: address(value, lowest_port=0))]
@@ -31,7 +31,6 @@ class ConsoleSettings(Settings):
     control_key: Key = SecretStr("")
     most_trajectories: Annotated[int, Field(ge=100)] = DEFAULT_MOST_TRAJECTORIES
     most_spans: Annotated[int, Field(ge=1_000)] = DEFAULT_MOST_SPANS
-
 
     @model_validator(mode="after")
     def _shows_nothing_to_other_machines(self) -> Self:
