@@ -22,7 +22,7 @@ from treadle_cli.doctor.findings import PROBLEM, Finding, print_findings
 from treadle_cli.exits import MOST_CHARS, Terminal, printable
 from treadle_cli.explain import Explanation, Fate
 from treadle_cli.mesh.mesh import Board, StartBoard
-from treadle_cli.mesh.services import Addresses
+from treadle_cli.mesh.services import Access, Addresses
 from treadle_cli.on_ray.command import _show
 from treadle_cli.options import print_json
 from treadle_cli.predictor.commands import COLUMNS, _table
@@ -99,7 +99,7 @@ def start(out: Terminal) -> None:
 
 def addresses(out: Terminal) -> None:
     where = Addresses({"scheduler": HOSTILE}, {HOSTILE: HOSTILE})
-    out.print(where.table(HOSTILE, HOSTILE, HOSTILE, {HOSTILE: HOSTILE}))
+    out.print(where.table(Access(HOSTILE, HOSTILE, HOSTILE, HOSTILE), {HOSTILE: HOSTILE}))
 
 
 def on_ray(out: Terminal) -> None:
