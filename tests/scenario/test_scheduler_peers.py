@@ -179,3 +179,24 @@ async def test_the_directory_names_public_addresses_where_they_are_set(nats_url:
             tools_address="mesh.example:7405",
             rollout_address="mesh.example:7406",
         )
+
+
+async def test_an_action_that_fails_unexpectedly_ends_no_other() -> None:
+    """Neither those of another address nor later ones of its own."""
+    done = list[str]()
+
+    async def work(address: str, items: list[str]) -> None:
+        if "bad" in items:
+            raise ZeroDivisionError
+        done.append(address)
+
+    queues = Queues[str](work)
+    running = asyncio.create_task(queues.run())
+    for key, address, item in (("1", "a", "bad"), ("2", "a", "good"), ("1", "b", "good")):
+        queues.put(address, key, item)
+    await until(lambda: sorted(done) == ["a", "b"])
+    queues.put("a", "3", "bad")
+    queues.put("b", "3", "good")
+    await until(lambda: sorted(done) == ["a", "b", "b"])
+    assert not running.done()
+    running.cancel()

@@ -449,3 +449,24 @@ def test_a_server_that_is_cancelled_again_and_again_lets_its_request_end_and_tak
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(scenario(), 60.0))
+
+
+async def test_a_request_that_the_grace_cuts_is_told_to_come_again() -> None:
+    entered, stopping = asyncio.Event(), asyncio.Event()
+
+    async def endless(request: Request) -> Response:
+        entered.set()
+        await asyncio.Event().wait()
+        return Response()
+
+    listener = bind_http("LISTEN", "127.0.0.1:0")
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    app = Starlette(routes=[Route("/", endless)])
+    async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
+        group.create_task(serve_http(app, listener, stopping, grace_s=0.0)())
+        asked = asyncio.ensure_future(http.get(url))
+        await entered.wait()
+        stopping.set()
+        async with await asked as response:
+            answer = await response.json()
+    assert (response.status, answer["error"]["code"]) == (503, 503)
