@@ -44,4 +44,4 @@ async def test_the_example_of_a_chat_asks_twice_in_one_trajectory_and_closes_it(
         engine.script = tokens_of("Blue.")
     code, stdout, stderr = await output_of(sys.executable, "examples/chat.py", door.url, cwd=ROOT)
     assert code == 0, stderr
-    assert stdout.splitlines() == ["Name a colour. -> Blue.", "Name another one. -> Blue."]
+    assert stdout.splitlines() == ["Name a colour. -> 'Blue.'", "Name another one. -> 'Blue.'"]
