@@ -363,8 +363,8 @@ class Bus:
     async def _close(self) -> None:
         """Close the connection in a bounded time: asyncio never reports the end of a connection
         whose TLS handshake has failed, and nats-py waits for it. Errors of a server that is going
-        away change nothing any more."""
-        with suppress(nats.errors.Error, OSError, TimeoutError):
+        away change nothing any more; uvloop has a RuntimeError for a transport that is closed."""
+        with suppress(nats.errors.Error, OSError, TimeoutError, RuntimeError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._client.close()
 
