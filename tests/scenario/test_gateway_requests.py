@@ -121,8 +121,15 @@ async def test_requests_that_wait_for_weights_that_no_engine_can_load_get_the_re
         await until_said(lambda: door.get("/health"), lambda said: "weights" not in said)
         await door.post("/pause_generation", {})
         for engine in door.engines.values():
-            engine.refuse_push = True
-        await door.post("/update_weights_from_tensor", {"weight_version": "9"}, 400)
+            engine.refuse_push, engine.push_s = True, 60.0
+        part = asyncio.create_task(
+            door.post("/update_weights_from_tensor", {"weight_version": "9"}, 400)
+        )
+        # The first refusal ends it for all: until then both have the part.
+        await until(lambda: all(engine.pushing for engine in door.engines.values()))
+        for engine in door.engines.values():
+            engine.push_s = 0.0
+        await part
         await door.post("/continue_generation", {}, 400)
         for body in (carried, forwarded):
             error = (await door.post("/generate", body, 503))["error"]["message"]

@@ -76,12 +76,8 @@ TOO_MUCH = {
     "shared memory": "import ctypes; print(ctypes.CDLL(None).shmget(7, 4096, 0o1600) >= 0)",
     "semaphores": "import ctypes; print(ctypes.CDLL(None).semget(7, 1, 0o1600) >= 0)",
     "a message queue": "import ctypes; print(ctypes.CDLL(None).msgget(7, 0o1600) >= 0)",
-    "a limit of process "
-    "1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NOFILE, (99, 99))))",
     "a nice process "
     "1": "import os; os.setpriority(os.PRIO_PROCESS, 1, os.nice(0) + 3); print(True)",
-    "no processes for process "
-    "1": "import resource; print(bool(resource.prlimit(1, resource.RLIMIT_NPROC, (0, 0))))",
     "a rank of process 1 at disks": """
 import ctypes, platform
 ioprio_set = {"x86_64": 251, "aarch64": 30}[platform.machine()]

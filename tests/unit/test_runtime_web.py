@@ -463,7 +463,7 @@ async def test_a_request_that_the_grace_cuts_is_told_to_come_again() -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
     app = Starlette(routes=[Route("/", endless)])
     async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as group:
-        group.create_task(serve_http(app, listener, stopping, grace_s=0.0)())
+        group.create_task(serve_http(app, listener, stopping, edge=Edge(), grace_s=0.0)())
         asked = asyncio.ensure_future(http.get(url))
         await entered.wait()
         stopping.set()
