@@ -115,9 +115,11 @@ class Doors:
         known = {each.url.rpartition(":")[2]: "engine" for each in self.made.engines}
         known |= {each.address.rpartition(":")[2]: "sidecar" for each in self.made.sidecars}
         known[self.nats.url.rpartition(":")[2]] = "nats"
+        schedulers = [self.made.scheduler, *([self.standby] if self.standby else [])]
+        known |= {each.address.rpartition(":")[2]: "scheduler" for each in schedulers}
         http = {int(url.rpartition(":")[2]) for url in self.urls}
         return Counter(
-            known.get(str(each.raddr.port), "scheduler")
+            known.get(str(each.raddr.port), f"port {each.raddr.port}")
             for gateway in self.gateways
             for each in psutil.Process(gateway.pid).net_connections()
             if each.status == psutil.CONN_ESTABLISHED and each.laddr.port not in http

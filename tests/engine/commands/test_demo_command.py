@@ -80,6 +80,7 @@ def test_a_small_demo_writes_the_whole_report(demo: TreadleProcess, tmp_path: Pa
     assert all(arm["trajectories"] == 4 and arm["failed"] == 0 for arm in figures)
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_middle_of_a_play_leaves_no_process(
     demo: TreadleProcess, tmp_path: Path
 ) -> None:
