@@ -134,6 +134,17 @@ def command_of(plan: EnginePlan) -> tuple[str, ...]:
     return engine_command(EngineSpec(**{**vars(spec), "config": plan.config}), {}).argv
 
 
+def test_no_key_of_engines_begins_as_a_flag_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang reads its file as words of a command line."""
+    monkeypatch.delenv("TREADLE_ENGINE_KEY", raising=False)
+    assert all(with_key(engine_plan(), tmp_path).key[0] != "-" for _ in range(500))
+    monkeypatch.setenv("TREADLE_ENGINE_KEY", f"-{KEY}")
+    with pytest.raises(UsageProblem, match="TREADLE_ENGINE_KEY: must not begin with -"):
+        with_key(engine_plan(), tmp_path)
+
+
 def test_the_key_of_engines_is_in_a_file_and_on_no_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

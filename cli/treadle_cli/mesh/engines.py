@@ -119,7 +119,11 @@ def with_key(plan: EnginePlan, folder: Path) -> EnginePlan:
         content = Path(given).read_text() if given else ""
     except OSError as error:
         raise UsageProblem(f"--config {given}: {error.strerror}") from None
-    key = key or os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe()
+    key = key or os.environ.get(KEY_VARIABLE) or secrets.token_hex()
+    if key.startswith("-"):  # SGLang makes words of a command line of the file
+        raise UsageProblem(
+            f"--api-key, {KEY_VARIABLE}: must not begin with -, SGLang's mark of flags"
+        )
     # SGLang takes no key where several processes tokenise
     line = "" if _take_flag(SEVERAL_TOKENIZERS, flags)[0] else f"api-key: {json.dumps(key)}\n"
     config = folder.absolute() / "sglang.yaml"
