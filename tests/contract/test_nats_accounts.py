@@ -18,6 +18,7 @@ import pytest_asyncio
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import KeyValueConfig
+from support.conditions import until_said
 from support.nats_server import NatsServer, nats_server_binary
 from treadle.certificates import NATS_NAME, Certificates
 from treadle_cli.certs import (
@@ -161,14 +162,22 @@ class Kept:
         return said.decode()
 
     async def fill(self, service: str) -> None:
-        """Nothing but a secret in each bucket of a service, with a consumer."""
+        """Leave nothing but a secret in each bucket of a service, with a consumer."""
+        await until_said(lambda: self._is_filled(service), bool)
+
+    async def _is_filled(self, service: str) -> bool:
+        """Fill the buckets; return False where the server is still removing what was there."""
         stream = self.owners[service].jetstream()
-        for each in await stream.streams_info():
-            await stream.delete_stream(str(each.config.name))
-        for bucket in BUCKETS[service]:
-            store = await stream.create_key_value(KeyValueConfig(bucket, direct=True))
-            await store.put(KEY, secret_of(service))
-            await stream.add_consumer(f"KV_{bucket}", durable_name=READER)
+        try:
+            for each in await stream.streams_info():
+                await stream.delete_stream(str(each.config.name))
+            for bucket in BUCKETS[service]:
+                store = await stream.create_key_value(KeyValueConfig(bucket, direct=True))
+                await store.put(KEY, secret_of(service))
+                await stream.add_consumer(f"KV_{bucket}", durable_name=READER)
+        except (nats.js.errors.NotFoundError, nats.js.errors.ServerError):
+            return False
+        return True
 
     async def publish(self) -> None:
         """A fact of each kind, in the stream that the scheduler makes."""
