@@ -135,6 +135,12 @@ async def test_more_answers_than_a_request_may_have_are_refused(
     assert called(door) == before
 
 
+async def test_a_list_of_no_sampling_is_refused(door: FrontDoor) -> None:
+    body = ask() | {"input_ids": [[10, 11], [12, 13]], "sampling_params": []}
+    error = (await door.post("/generate", body, 400))["error"]["message"]
+    assert error == "sampling_params: must have one entry for each of 2 prompts"
+
+
 async def test_answers_of_a_large_request_take_turns(
     door: FrontDoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

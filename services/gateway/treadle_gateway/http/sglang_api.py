@@ -199,7 +199,7 @@ def _check_lists(body: Mapping[str, Any]) -> None:
     several = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
     if several and not prompts:
         raise Refused(f"{'text' if ids is None else 'input_ids'}: must have at least one prompt")
-    copies = {sampling.get("n") or 1 for sampling in _each_sampling(body)}
+    copies = {sampling.get("n") or 1 for sampling in _each_sampling(body)} or {1}
     if len(copies) > 1:
         raise Refused("sampling_params.n: must be the same for all prompts")
     require_answers(len(prompts) if several else 1, *copies)
