@@ -1,6 +1,6 @@
-"""What Kubernetes and Compose start is closed by default: each rule goes through every container of
-every overlay, every component and every set of Compose files, so that a new one without it fails.
-"""
+"""Nothing that Kubernetes or Compose starts is open by default. Each rule goes through every
+container of every overlay, every component and every set of Compose files, so that a new one that
+breaks it fails."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def environment(container: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def settings(name: str, namespace: str) -> dict[str, str]:
-    """What all services of a namespace share."""
+    """Return the settings that all services of a namespace share."""
     [found] = [
         each["data"]
         for each in rendered(name)
@@ -239,7 +239,7 @@ def runs_as(service: dict[str, Any]) -> str:
 
 @every_compose
 def test_the_tools_service_is_not_on_the_network_of_the_machine(files: tuple[str, ...]) -> None:
-    """Its sandboxes run foreign code: it reaches NATS, and its calls come over a published port."""
+    """The tools service reaches NATS alone, as its sandboxes run foreign code."""
     services = compose(*files)["services"]
     assert services["tools"]["networks"] == ["tools"]
     neighbours = {name for name, each in services.items() if "tools" in each.get("networks", [])}

@@ -254,7 +254,8 @@ def test_each_port_of_compose_has_one_listener(engines: str) -> None:
 
 
 def test_all_of_compose_send_telemetry_to_the_collector() -> None:
-    """Those on the machine's network by the published port, the tools service by its name."""
+    """Services on the machine's network reach NATS by its published port, the tools service by its
+    name."""
     mesh, watched = (
         compose("docker-compose.yml", "compose.cpu.yml"),
         compose("compose.observability.yml")["services"],
@@ -282,7 +283,7 @@ def test_all_of_compose_send_telemetry_to_the_collector() -> None:
 
 
 def test_nobody_changes_what_grafana_shows() -> None:
-    """Its first admin would have a password that everybody knows."""
+    """Grafana's first admin would have a password that everybody knows."""
     given = compose("compose.observability.yml")["services"]["grafana"]["environment"]
     assert given["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
     assert given["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"

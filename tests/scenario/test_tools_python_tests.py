@@ -396,7 +396,7 @@ for each in gc.get_objects():
 # and to the files that the tests and a report are in.
 PIPES = """
 import os
-for folder in ("/tmp", "/tmp/work", "/dev/shm"):
+for folder in ("/tmp", os.getcwd(), "/dev/shm"):
     for name in ("report.xml", "junit.xml", "results"):
         os.mkfifo(f"{folder}/{name}")
 open("/tmp/large.xml", "wb").truncate(60_000_000)
@@ -422,16 +422,16 @@ os.chmod(here, 0)
 """
 FILLS_DISK = """
 import os
-number = 0
+here, number = os.getcwd(), 0
 try:
     while True:
-        open(f"/tmp/work/{number}", "wb").write(bytes(4_000_000))
+        open(f"{here}/{number}", "wb").write(bytes(4_000_000))
         number += 1
 except OSError:
     pass
 try:
     while True:
-        os.mkdir(f"/tmp/work/d{number}")
+        os.mkdir(f"{here}/d{number}")
         number += 1
 except OSError:
     pass

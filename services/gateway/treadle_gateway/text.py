@@ -66,7 +66,7 @@ class TextModel:
             )
 
     def _encode_aside(self, text: str) -> list[int]:
-        """As `encode`, and lets other threads run meanwhile."""
+        """Return the tokens of a text as `encode` does, and let other threads run meanwhile."""
         return list(self._tokenizer.encode_batch_fast([text])[0].ids)
 
     @cached_property
