@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 from support.conditions import until
 from support.nats_server import NatsServer
+from support.processes import hold_still
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
 from treadle_runtime import bus as bus_module
 from treadle_runtime.buckets import entries_of
@@ -81,7 +82,7 @@ async def test_a_server_that_answers_late_does_not_end_a_service_at_its_start(
     server.start()
     try:
         async with open_bus(server.url, "a") as bus:
-            os.kill(server.pid, signal.SIGSTOP)
+            hold_still(server.pid)
             async with asyncio.TaskGroup() as group:
                 group.create_task(bus.subscribe([], ear, durable="a"))
                 bucket = group.create_task(bus.key_value("late"))
@@ -403,15 +404,17 @@ async def test_a_server_that_dies_while_a_process_ends_raises_nothing(
     """The process drains as the server stands still, dies, or has died. Each comes to its end in a
     bounded time, and what it could not send is in its log."""
     monkeypatch.setattr(bus_module, "CLOSE_TIMEOUT_S", 0.3)
-    for how in (signal.SIGSTOP, signal.SIGKILL, None):
+    for how in ("stands still", "dies", "has died"):
         with capture_logs() as logs:
             async with asyncio.timeout(10), open_bus(nats_server.url, "test") as bus:
                 await bus.subscribe([], Ear(), durable="loom")
-                if how is None:
+                if how == "has died":
                     nats_server.kill()
-                else:
-                    os.kill(nats_server.pid, how)
+                else:  # held, so that it does not store the fact before it dies
+                    hold_still(nats_server.pid)
                 await bus.publish(lost("late"))
+                if how == "dies":
+                    os.kill(nats_server.pid, signal.SIGKILL)
                 await bus.drain(0.2)
         assert [each["facts"] for each in logs if each["log_level"] == "error"] == [1]
         nats_server.kill()

@@ -17,7 +17,7 @@ from support.conditions import until
 from support.facts import hear
 from support.nats_server import NatsServer
 from support.probe_service import PROBE, ProbeSettings, plan, wire
-from support.processes import StartService, start_process
+from support.processes import StartService, hold_still, start_process
 from support.rpc import refusal_of
 from treadle.migrator.v1 import migrator_pb2, migrator_pb2_grpc
 from treadle.placement.v1 import placement_pb2_grpc
@@ -75,7 +75,7 @@ async def test_thousands_of_calls_at_once_wait_and_are_answered(
     async with grpc.aio.insecure_channel(process.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         await health.Check(health_pb2.HealthCheckRequest(), timeout=10)
-        os.kill(process.pid, signal.SIGSTOP)
+        hold_still(process.pid)
         calls = [health.Check(health_pb2.HealthCheckRequest(), timeout=60) for _ in range(4000)]
         await asyncio.sleep(0.5)
         os.kill(process.pid, signal.SIGCONT)

@@ -16,7 +16,7 @@ from support.conditions import until, until_said
 from support.mesh_in_process import QUICK
 from support.mesh_of_processes import Mesh, mesh
 from support.nats_server import NatsServer
-from support.processes import StartService
+from support.processes import StartService, hold_still
 from treadle.rollout.v1 import rollout_pb2, rollout_pb2_grpc
 
 WITHIN_S = 90.0
@@ -149,7 +149,7 @@ async def test_a_client_that_was_stopped_and_replaced_submits_nothing_when_it_wa
         job = Job(m, tmp_path, client_processes)
         first = job.start(0)
         await job.until_some_are_submitted()
-        first.send_signal(signal.SIGSTOP)
+        hold_still(first.pid)
         job.start(1)
         await until(lambda: max(job.started().values()) > 1, WITHIN_S)
         first.send_signal(signal.SIGCONT)

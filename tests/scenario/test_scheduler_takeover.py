@@ -26,7 +26,7 @@ from support.fake_migration_peers import MigratorCalls
 from support.fake_sglang import expected, fake_sglang
 from support.mesh_in_process import QUICK, generate
 from support.nats_server import NatsServer
-from support.processes import ServiceProcess, StartService, free_port
+from support.processes import ServiceProcess, StartService, free_port, hold_still
 from support.rpc import refusal_of, status_of
 from support.scheduler import scheduler_client
 from support.tcp_proxy import proxy
@@ -219,7 +219,7 @@ async def test_a_process_that_stands_by_is_alive_serves_nothing_and_says_who_lea
             await stub.GetPolicy(pb.GetPolicyRequest(), timeout=CALL_S)
         async with treadle.Client(f"{second.address}, {first.address}", retry=QUICK) as client:
             await client.open(prompt_id="p", sample=0, prompt=[1])
-            os.kill(second.pid, signal.SIGSTOP)
+            hold_still(second.pid)
             await client.open(prompt_id="p", sample=1, prompt=[1])
         async with treadle.Client(f"{second.address},{first.address}", retry=QUICK) as client:
             await client.open(prompt_id="p", sample=2, prompt=[1])
@@ -270,7 +270,7 @@ async def test_a_leader_that_was_stopped_and_replaced_changes_nothing_when_it_go
         trajectory = await client.open(prompt_id="p", sample=0, prompt=[5, 6, 7])
         first = made.schedulers[0]
         async with scheduler_client(first.address) as calls:
-            os.kill(first.pid, signal.SIGSTOP)
+            hold_still(first.pid)
             requests = {
                 "OpenTrajectory": pb.OpenTrajectoryRequest(
                     request_id="late", prompt_id="p", prompt_tokens=3
@@ -385,7 +385,7 @@ async def test_a_scheduler_alone_that_was_stopped_for_longer_than_all_leases_end
         trajectory = await client.open(prompt_id="p", sample=0, prompt=[5, 6, 7])
         await generate(trajectory, TOKENS, ignore_eos=True)
         process = made.schedulers[0]
-        os.kill(process.pid, signal.SIGSTOP)
+        hold_still(process.pid)
         await asyncio.sleep(LEASE_S + 3.0)
         os.kill(process.pid, signal.SIGCONT)
         trajectory.observe([OBSERVED])

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from treadle_cli.mesh.services import SERVICE_MODULES
 from treadle_runtime.fork_server import ForkedProcess, ForkServer
 
 END_DEADLINE_S = 60.0
+HELD_POLL_S = 0.001
 CLEAR_UP_S = 20.0  # after the test: SIGKILL does no harm then
 SUPPORT = Path(__file__).parent
 AS_USER = ("unshare", "--user", "--map-user=1000", "--map-group=1000")
@@ -33,6 +35,18 @@ def fork_server() -> ForkServer:
     server = ForkServer((*SERVICE_MODULES, "support.client_process"))
     atexit.register(server.close)
     return server
+
+
+def hold_still(pid: int) -> None:
+    """SIGSTOP. Returns once each of its threads stands still: the signal alone lets those that run
+    on other processors answer for a moment longer."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(_state_of(thread) != "T" for thread in Path(f"/proc/{pid}/task").iterdir()):
+        time.sleep(HELD_POLL_S)
+
+
+def _state_of(thread: Path) -> str:
+    return (thread / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class ServiceProcess:
@@ -67,7 +81,7 @@ class ServiceProcess:
 
     def hang(self) -> None:
         """SIGSTOP: the system goes on accepting connections for it."""
-        self._process.send_signal(signal.SIGSTOP)
+        hold_still(self.pid)
 
     def kill(self) -> None:
         """SIGKILL, and reap."""
