@@ -80,8 +80,10 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process if it still runs."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        # Between its end and the arrival of its exit code the process is unknown to the kernel.
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM if the process still runs."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.conditions import until
-from treadle_runtime.fork_server import ForkedProcess, ForkServer
+from treadle_runtime.fork_server import EXIT_STATUS, ForkedProcess, ForkServer
 
 PROGRAM = """
 import os, signal, sys, time
@@ -158,6 +158,18 @@ async def test_signals_reach_a_child_and_its_exit_code_names_the_signal(
     second.kill()
     assert second.wait() == -signal.SIGKILL
     second.kill()  # it has ended: nothing is signalled
+
+
+def test_a_signal_to_a_child_that_has_ended_unheard_of_is_no_error() -> None:
+    """The child is reaped, and its exit code has not arrived yet."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    exit_fd, their_exit_fd = os.pipe()
+    child = ForkedProcess(process.pid, exit_fd)
+    child.terminate()
+    os.write(their_exit_fd, EXIT_STATUS.pack(0))
+    os.close(their_exit_fd)
+    assert child.wait() == 0
 
 
 async def test_the_end_of_a_fork_server_ends_its_children(server: ForkServer, folder: Path) -> None:
