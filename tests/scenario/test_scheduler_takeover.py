@@ -109,17 +109,27 @@ class Mesh:
         await until_said(partial(self.health, index), lambda status: status == SERVING, DONE_S)
 
     async def let_first_lead(self) -> None:
-        """Start all schedulers again if another one has taken over meanwhile, as on a busy machine
-        the first may have been late."""
+        """Start all schedulers again, since another one has taken over, as on a busy machine the
+        first may have been late."""
         others = range(1, len(self.schedulers))
-        if SERVING not in [await self.health(index) for index in others]:
-            return
         for process in self.schedulers:
             await process.end()
         await self.restart_scheduler(0)
         await self.until_leads(0)
         for index in others:
             await self.restart_scheduler(index)
+
+    async def first_has(self, engines: int) -> bool:
+        """Return once so many engines are registered at the first scheduler; False where it does
+        not lead any more."""
+        async with scheduler_client(self.schedulers[0].address) as calls:
+            try:
+                await calls.until_registered(engines)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+                return False
+        return True
 
     async def state(self, index: int) -> dict[str, Any]:
         """All that a scheduler answers about its state, but for what changes by itself."""
@@ -151,9 +161,8 @@ async def mesh(
                 await made.until_leads(0)
         for _ in range(engines):
             await made.add_engine(stack)
-        await made.let_first_lead()
-        async with scheduler_client(made.schedulers[0].address) as calls:
-            await calls.until_registered(engines)
+        while not await made.first_has(engines):
+            await made.let_first_lead()
         yield made
 
 
