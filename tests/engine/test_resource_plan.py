@@ -23,6 +23,7 @@ from treadle_core.model import DEFAULT_BASE_S
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.full,
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         len(os.sched_getaffinity(0)) < 2 or checks.has_gpu(), reason="needs two cores and no GPU"

@@ -14,6 +14,7 @@ from treadle_sidecar.engine.process import choose_weights
 
 pytestmark = [
     pytest.mark.engine,
+    pytest.mark.full,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         choose_weights("auto", cpu=True) == "float", reason="8-bit weights need avx512_vnni"

@@ -27,7 +27,7 @@ from treadle_runtime.buckets import entries_of
 from treadle_runtime.bus import Bus
 from treadle_tools.rewards.reward import BUCKET, PART
 
-ANSWERS = int(os.environ.get("TREADLE_TEST_HOSTILE_ANSWERS", "150"))  # of each kind
+ANSWERS = int(os.environ.get("TREADLE_TEST_HOSTILE_ANSWERS", "100"))  # of each kind
 AT_ONCE = 16
 ENDED = (rewards.REWARD_STATE_DONE, rewards.REWARD_STATE_FAILED)
 

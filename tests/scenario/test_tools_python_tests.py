@@ -9,7 +9,7 @@ from support.rewards import RewardCalls
 from support.tools import shared_tools
 from treadle.tools.v1 import rewards_pb2 as pb
 
-PARTS = 4  # of the cases, each of which starts pytest in a sandbox
+PARTS = 8  # of the cases, each of which starts pytest in a sandbox
 DONE, FAILED = pb.REWARD_STATE_DONE, pb.REWARD_STATE_FAILED
 
 
