@@ -80,8 +80,7 @@ async def test_an_engine_that_restarts_with_its_launch_weights_serves_nothing_be
     await set_weights(fleet, "v2")
     await until_states(fleet, CURRENT, CURRENT)
     engine = fleet.engines[0]
-    await engine.stop()
-    await fleet.control.until_registered(1)
+    await fleet.stop_engine(0)
     engine.load_s, asked = 1.0, len(engine.requests)
     await engine.start()
     await fleet.control.until_registered(2)
@@ -271,8 +270,7 @@ async def test_an_engine_that_the_push_has_missed_loads_the_version_from_a_path(
         == {}
     )
     engine = fleet.engines[0]
-    await engine.stop()
-    await fleet.control.until_registered(1)
+    await fleet.stop_engine(0)
     asked = len(engine.requests)
     await engine.start()
     await fleet.control.until_registered(2)
@@ -343,19 +341,17 @@ async def test_a_trainer_on_the_same_devices_takes_turns_with_the_engines(fleet:
     saver at first. Result: e1 says so; then every trajectory waits and ends under the new version.
     """
     first, second = fleet.engines
-    for engine in (first, second):
-        await engine.stop()
-    await fleet.control.until_registered(0)
+    for number in (0, 1):
+        await fleet.stop_engine(number)
     first.arguments["enable_memory_saver"] = True
     for engine in (first, second):
         await engine.start()
     await fleet.control.until_registered(2)
     errors = await fleet.client.sleep()
-    assert list(errors) == ["e1"] and "--enable-memory-saver" in errors["e1"]
+    assert list(errors) == ["e1"] and "--enable-memory-saver" in errors["e1"], errors
     assert await fleet.client.wake() == {}
     second.arguments["enable_memory_saver"] = True
-    await second.stop()
-    await fleet.control.until_registered(1)
+    await fleet.stop_engine(1)
     await second.start()
     await fleet.control.until_registered(2)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import grpc.aio
 import treadle
+from support.conditions import until_said
 from support.fake_sglang import FakeSglang, expected, fake_sglang
 from support.mesh_in_process import QUICK
 from support.processes import ServiceProcess, StartService, free_port
@@ -134,6 +135,19 @@ class Fleet:
             await start_at(self.start, "treadle_sidecar", variables, clock_ahead_s),
             *self.sidecars[number + 1 :],
         ]
+
+    async def stop_engine(self, number: int) -> None:
+        """Return once its sidecar has noticed, and its lease has ended. A lease alone may end
+        earlier, where the sidecar is late; an engine that is back by then has never been away."""
+        before = len(await self.control.registered())
+        await self.engines[number].stop()
+        async with grpc.aio.insecure_channel(self.sidecars[number].address) as channel:
+            call = engine_pb2_grpc.EngineServiceStub(channel).GetLoad
+            await until_said(
+                lambda: call(engine_pb2.GetLoadRequest(), timeout=CALL_S),
+                lambda answer: not answer.load.engine_healthy,
+            )
+        await self.control.until_registered(before - 1)
 
     async def restart_scheduler(self, *, clock_ahead_s: float = 0.0) -> None:
         """Kill it by SIGKILL, and start the next one. clock_ahead_s: of the clock of its
