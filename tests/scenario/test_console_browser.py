@@ -420,6 +420,7 @@ async def test_a_scheduler_that_is_away_is_a_warning_and_the_rest_goes_on(
         await shown.holds("() => document.querySelector('#banner').textContent === ''")
 
 
+@pytest.mark.full
 async def test_a_page_holds_a_large_rollout(
     start_service: StartService, browser: Browser, bus: Bus
 ) -> None:

@@ -153,9 +153,8 @@ async def test_the_key_stays_in_the_memory_of_the_page(
         assert shown.problems == []
 
 
-@pytest.mark.parametrize(
-    "dark", [False, pytest.param(True, marks=pytest.mark.full)], ids=["light", "dark"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 async def test_control_meets_wcag_aa_wide_and_on_a_phone(
     start_service: StartService, browser: Browser, dark: bool
 ) -> None:
