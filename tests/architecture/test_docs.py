@@ -49,6 +49,7 @@ class _Loads(HTMLParser):
         self.urls.append(named.get("src") or "")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(BUILD_S)
 def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> None:
     """Links within it and their anchors are checked by mkdocs, and each page has its place in the
@@ -67,6 +68,7 @@ def test_the_site_builds_without_a_warning_and_has_every_page(site: Path) -> Non
         assert part in (site / generated / "index.html").read_text(), generated
 
 
+@pytest.mark.full
 @pytest.mark.timeout(BUILD_S)
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     pages = list(site.rglob("*.html"))

@@ -107,7 +107,14 @@ async def pair(
         yield Pair(engines, control, nats_server)
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state",
+    [
+        STATES[0],
+        *(pytest.param(state, marks=pytest.mark.full) for state in STATES[1:-1]),
+        STATES[-1],
+    ],
+)
 async def test_a_storage_that_is_lost_is_replaced_by_a_prefill_until_the_pages_are_read(
     pair: Pair, tmp_path: Path, state: str
 ) -> None:

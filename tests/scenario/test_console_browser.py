@@ -347,9 +347,8 @@ async def test_names_from_prompts_and_tools_are_text_and_run_nothing(
         )
 
 
-@pytest.mark.parametrize(
-    "dark", [pytest.param(False, marks=pytest.mark.full), True], ids=["light", "dark"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 async def test_every_page_meets_wcag_aa_wide_and_on_a_phone(
     start_service: StartService, browser: Browser, bus: Bus, dark: bool
 ) -> None:
