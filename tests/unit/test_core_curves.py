@@ -286,3 +286,17 @@ def test_long_prompts_tell_the_speed_of_prefill_where_short_ones_take_as_long_as
     short = (64, 256, 512)
     assert fit(short, short, short) < 27_000 / 5
     assert fit(short, (426, 1_706, 3_412), (1_024, 4_096, 8_192)) > 27_000 / 2
+
+
+def test_prompts_that_look_as_if_only_their_pairs_of_tokens_took_time_still_cost_by_the_token() -> (
+    None
+):
+    """A probe of an engine on a busy core: its short prompts met free moments, its long one did
+    not. Result: a token of a prompt takes about what it took on average."""
+    decoding = [Window(4, 4 * n, 4 * n * 256, 0, 0, 4 * (0.07 + 0.03 * n)) for n in (1, 2)]
+    reading = [
+        Window(5, 4, 4 * new, new, new * new / 2, 5 * 0.07 + 4 * 0.03 + 4e-6 * new * new)
+        for new in (64, 256, 512)
+    ]
+    curve, _ = fit_windows([*decoding, *reading])
+    assert 300 < curve.prefill_tokens_per_s < 5_000

@@ -82,6 +82,8 @@ class Window(NamedTuple):
     seconds: float
 
 
+NEW_TOKENS, PAIRS = Window._fields.index("new_tokens"), Window._fields.index("pairs")
+
 # The latest windows of each kind, with a number that counts all.
 Cells: TypeAlias = OrderedDict[tuple[int, ...], deque[tuple[int, Window]]]
 
@@ -276,12 +278,18 @@ def predict_s(curve: DecodeCurve, windows: Sequence[Window]) -> Floats:
 
 def fit_windows(windows: Sequence[Window]) -> tuple[DecodeCurve, float]:
     """Return the curve with the least relative errors, where windows that are far off hardly count;
-    and the mean error, at most 1 for a window."""
+    and the mean error, at most 1 for a window. Reading a prompt is never left to its pairs of
+    tokens alone: windows that other programs disturb may look so, and short prompts would seem to
+    cost nothing."""
     rows = np.array(windows)
     matrix = rows[:, :-1] / rows[:, -1:]
     weights = np.ones(len(rows))
     for _ in range(ROUNDS):
         terms = non_negative_least_squares(matrix * weights[:, None], weights)
+        if terms[PAIRS] > 0.0 and terms[NEW_TOKENS] == 0.0:
+            without_pairs = matrix * weights[:, None]
+            without_pairs[:, PAIRS] = 0.0
+            terms = non_negative_least_squares(without_pairs, weights)
         errors = np.abs(matrix @ terms - 1.0)
         weights = 1.0 / np.hypot(
             1.0, errors / (OUTLIER * max(float(np.median(errors)), LEAST_ERROR))
