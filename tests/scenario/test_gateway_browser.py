@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from playwright.async_api import Browser
+from support.conditions import SHUTDOWN_S
 from support.console import chromium
 from support.gateway import FrontDoor, front_door
 from support.processes import free_port
@@ -128,7 +129,7 @@ async def stranger() -> AsyncIterator[Stranger]:
     server = Stranger(free_port())
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", server.port).start()
     try:

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import pytest
 import treadle
 from support.conditions import until
 from support.fake_sglang import fake_sglang
@@ -16,6 +17,7 @@ from treadle_core.tuning import Tuning
 from treadle_predictor.config import PredictorSettings
 from treadle_predictor.wire import wire as predictor_wire
 from treadle_runtime.server import serving
+from treadle_sidecar.engine import watch
 
 MOST_FILES_TO_TICKET = 23
 MOST_FILES = 45
@@ -23,6 +25,7 @@ MOST_PLAYS = 12
 # A pause before each play: by then a plan is due at once, and what the play before has changed is
 # stored.
 PAUSE_S = Tuning().plan_interval_s + 0.2
+RARELY_S = 3600.0  # leases and polls: on a slow machine each play would see them
 LEGS = (
     ("generate -> ticket", TICKET_USED),
     ("ticket -> finished fact", FACT_HEARD),
@@ -36,7 +39,10 @@ async def open_trajectory(nats_url: str) -> AsyncIterator[treadle.Trajectory]:
     async with AsyncExitStack() as stack:
         settings = PredictorSettings(nats_url=nats_url, listen="127.0.0.1:0")
         predictor = await stack.enter_async_context(serving(settings, predictor_wire))
-        served = await stack.enter_async_context(scheduler(nats_url, predictor=predictor.address))
+        rare = {"leader_ttl_s": RARELY_S, "lease_ttl_s": RARELY_S}
+        served = await stack.enter_async_context(
+            scheduler(nats_url, predictor=predictor.address, **rare)
+        )
         for name in ("e0", "e1"):
             engine = await stack.enter_async_context(fake_sglang())
             await stack.enter_async_context(
@@ -75,9 +81,10 @@ def describe(legs: dict[str, set[str]]) -> str:
     return "\n".join(lines)
 
 
-async def test_a_step_passes_few_files(nats_url: str) -> None:
+async def test_a_step_passes_few_files(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = StepTracer()
     async with open_trajectory(nats_url) as trajectory:
+        monkeypatch.setattr(watch, "POLL_S", RARELY_S)
         await generate(trajectory, 4)  # which opens connections
         plays = [await play(trajectory, tracer)]
         # Background work that comes often enough is seen in several plays in a row.

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from support.conditions import SHUTDOWN_S
 from support.fake_host import start_worker
 
 STDIN, STDOUT = 0, 1
@@ -91,7 +92,7 @@ class FakeApiServer:
                 web.patch(f"{POD}/resize", self._resize),
             ]
         )
-        self._runner = web.AppRunner(application, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(application, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from support.conditions import SHUTDOWN_S
 from support.fake_api_server import NAMESPACE, refusal, write_kubeconfig
 
 SETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets"
@@ -44,7 +45,7 @@ class FakeEngineCluster:
                 web.get(f"{PODS}/{{name}}/log", self._log),
             ]
         )
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        runner = web.AppRunner(application, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()

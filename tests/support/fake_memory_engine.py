@@ -11,6 +11,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from aiohttp import web
+from support.conditions import SHUTDOWN_S
 from support.processes import free_port
 
 _STARTS = itertools.count()
@@ -78,7 +79,7 @@ class FakeMemoryEngine:
                 web.post("/v1/chat/completions", self._chat),
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
         self.log.append("start")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from aiohttp import web
-from support.conditions import until
+from support.conditions import SHUTDOWN_S, until
 from support.processes import free_port
 
 VOCAB = 1000
@@ -174,7 +174,7 @@ class FakeSglang:
                 *self.more_routes,
             ]
         )
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         self._site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await self._site.start()

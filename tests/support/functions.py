@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from support.conditions import SHUTDOWN_S
 from support.processes import ServiceProcess, StartService, free_port
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -64,7 +65,7 @@ async def function(
     app = web.Application()
     over = app[OVER] = asyncio.Event()
     app.add_routes([web.route("*", "/{path:.*}", server.serve)])
-    runner = web.AppRunner(app, shutdown_timeout=0.0)
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     try:
