@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from support.conditions import until
 from support.nats_server import NatsServer
 from support.processes import hold_still
+from support.sandbox import need_sandbox
 from treadle.telemetry.v1.facts_pb2 import EngineLost, Fact, StepFinished, StepRef
 from treadle_runtime import bus as bus_module
 from treadle_runtime.buckets import entries_of
@@ -366,6 +367,7 @@ async def test_a_full_disk_is_named_once_until_nats_is_started_again(
 ) -> None:
     """NATS answers requests, and stores nothing in a stream that met the full disk, also once there
     is space. After its restart all facts arrive."""
+    need_sandbox()
     monkeypatch.setattr(bus_module, "SILENT_S", 0.5)
     monkeypatch.setattr(bus_module, "ANSWER_TIMEOUT_S", 0.3)
     server, ear = NatsServer(tmp_path, store_bytes=SMALL_DISK), Ear()

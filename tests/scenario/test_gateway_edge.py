@@ -171,14 +171,15 @@ async def test_answers_of_a_large_request_take_turns(
     for engine in door.engines.values():
         engine.token_s = 0.02
     async with asyncio.TaskGroup() as group:
-        long = GREEDY | {"max_new_tokens": 60, "ignore_eos": True}
+        # which lasts for longer than a slow machine takes until the abort
+        long = GREEDY | {"max_new_tokens": 2000, "ignore_eos": True}
         large = group.create_task(door.post("/generate", body | {"sampling_params": long}))
         await until(lambda: any(engine.running for engine in door.engines.values()))
         assert (await door.post("/generate", ask()))["output_ids"] == expected(PROMPT, 12)
         assert not large.done()
         await door.post("/abort_request", {"abort_all": True})
     found = [each["meta_info"]["finish_reason"]["type"] for each in large.result()]
-    assert set(found) == {"abort"} or found.count("abort") > 12, "those that wait end too"
+    assert set(found) == {"abort"}, "those that wait end too"
     for engine in door.engines.values():
         engine.token_s = 0.002
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.processes import free_port
+from treadle_tools.sandbox.bubblewrap import locate_bubblewrap
 
 START_DEADLINE_S = 60.0
 POLL_S = 0.01
@@ -71,7 +72,7 @@ class NatsServer:
         self._folder.mkdir(parents=True, exist_ok=True)
         store, config = self._folder / "store", self._folder / "config"
         disk = [
-            "bwrap",
+            locate_bubblewrap() or "bwrap",
             "--dev-bind",
             "/",
             "/",
