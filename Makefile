@@ -67,7 +67,7 @@ test-quick: setup ## unit, contract and architecture tests
 
 test-full: test-others test-frameworks fuzz test-research ## what `make test` leaves
 
-test-others: setup $(FRAMEWORKS_READY) ## Ray clusters, examples in other languages, frameworks in front of real engines
+test-others: setup $(FRAMEWORKS_READY) ## Ray clusters, other languages, frameworks before real engines, the built site, other long tests
 	@$(PYTEST) -m "full and not engine" $(ARGS)
 	@$(PYTEST) -m "full and engine" $(ARGS)
 

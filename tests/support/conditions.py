@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 POLL_S = 0.01
-# In which requests of an aiohttp server may end when it stops; for aiohttp 0 is no limit.
+# What an aiohttp server grants its open requests when it stops. To aiohttp 0 means no limit.
 SHUTDOWN_S = 0.1
 
 Said = TypeVar("Said")

@@ -137,8 +137,9 @@ class Fleet:
         ]
 
     async def stop_engine(self, number: int) -> None:
-        """Return once its sidecar has noticed, and its lease has ended. A lease alone may end
-        earlier, where the sidecar is late; an engine that is back by then has never been away."""
+        """Stop an engine, and return once its sidecar has noticed and its lease has ended. A lease
+        may end before a late sidecar notices, and for that sidecar an engine that is back by then
+        has never been away."""
         before = len(await self.control.registered())
         await self.engines[number].stop()
         async with grpc.aio.insecure_channel(self.sidecars[number].address) as channel:

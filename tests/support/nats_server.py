@@ -71,22 +71,15 @@ class NatsServer:
         """Returns once the server accepts connections."""
         self._folder.mkdir(parents=True, exist_ok=True)
         store, config = self._folder / "store", self._folder / "config"
-        disk = [
-            locate_bubblewrap() or "bwrap",
-            "--dev-bind",
-            "/",
-            "/",
-            "--size",
-            str(self._store_bytes),
-            "--tmpfs",
-            str(store),
-        ]
+        disk: list[str] = []
         if self._store_bytes:
             store.mkdir(exist_ok=True)
+            root = [locate_bubblewrap() or "bwrap", "--die-with-parent", "--dev-bind", "/", "/"]
+            disk = [*root, "--size", str(self._store_bytes), "--tmpfs", str(store)]
         jetstream = f"store_dir: {json.dumps(str(store))}, max_file_store: {self._max_file_store}"
         config.write_text(f"jetstream {{ {jetstream} }}\n{self._more}")
         command = [
-            *([*disk, "--die-with-parent"] if self._store_bytes else []),
+            *disk,
             nats_server_binary(),
             "-c",
             str(config),
