@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.processes import command_line
 from support.sandbox import need_sandbox
 from support.tools import gone, groups_of
 from treadle_tools.builtin import PYTHON
@@ -49,7 +50,7 @@ async def service(state: Path, **changes: Any) -> AsyncIterator[DaemonClient]:
 def daemon_process(state: Path) -> psutil.Process:
     """The daemon of a folder."""
     for process in psutil.Process().children():
-        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline()[-1:] == [str(state)]:
+        if command_line(process).endswith(f" {state}"):
             return process
     raise AssertionError("there is no daemon")
 

@@ -23,7 +23,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, Page, async_playwright
 from support.fake_sglang import FakeSglang, fake_sglang
 from support.mesh_in_process import QUICK
-from support.processes import ServiceProcess, StartService, free_port
+from support.processes import ServiceProcess, StartService, command_line, free_port
 from support.scheduler import SchedulerClient, scheduler_client
 from support.tools import environment
 
@@ -288,7 +288,7 @@ def renderer_bytes() -> int:
     found = []
     for child in psutil.Process().children(recursive=True):
         try:
-            if "--type=renderer" in " ".join(child.cmdline()):
+            if "--type=renderer" in command_line(child):
                 found.append(child.memory_full_info().uss)
         except psutil.NoSuchProcess:
             continue

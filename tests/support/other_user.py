@@ -69,10 +69,20 @@ def reachable(paths: Iterable[Path]) -> list[str]:
     return found
 
 
+def below(folder: Path) -> list[Path]:
+    """Return all files and folders below one in which other processes work. A folder that they
+    remove meanwhile is left out; `Path.rglob` would raise FileNotFoundError."""
+    return [
+        Path(parent, name)
+        for parent, folders, files in os.walk(folder)
+        for name in (*folders, *files)
+    ]
+
+
 def files_of(processes: Collection[psutil.Process], *folders: Path) -> set[Path]:
     """All files and sockets below these folders, and all that the processes have open, but for the
     kernel's own."""
-    found = {path for folder in folders for path in (folder, *folder.rglob("*"))}
+    found = {path for folder in folders for path in (folder, *below(folder))}
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             found |= {Path(file.path) for file in process.open_files()}

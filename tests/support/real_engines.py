@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.processes import free_port, worker_number
+from support.processes import command_line, free_port, worker_number
 from treadle_cli.mesh.guardian import kill_sessions
 from treadle_runtime.fork_server import ForkedProcess, ForkServer
 from treadle_sidecar.engine.process import SERVER, EngineSpec, engine_command, open_fork_server
@@ -164,7 +164,7 @@ class RealEngine:
         [found] = [
             child
             for child in psutil.Process(self._process.pid).children(recursive=True)
-            if "sglang::scheduler" in " ".join(child.cmdline())
+            if "sglang::scheduler" in command_line(child)
         ]
         return found
 

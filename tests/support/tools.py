@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -15,7 +16,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.conditions import until
 from support.nats_server import NatsServer
-from support.processes import ServiceProcess, StartService, import_path, start_process
+from support.processes import ServiceProcess, StartService, command_line, import_path, start_process
 from treadle.tools.v1 import tools_pb2 as pb
 from treadle.tools.v1 import tools_pb2_grpc
 
@@ -159,13 +160,14 @@ def serve(
 def daemon_of(calls: ToolsCalls) -> psutil.Process:
     """The sandbox daemon that this run of the service has started."""
     started = psutil.Process(calls.process.pid).children()
-    alive = (process for process in started if process.status() != psutil.STATUS_ZOMBIE)
-    return next(process for process in alive if "treadle_tools.sandbox.daemon" in process.cmdline())
+    return next(each for each in started if "treadle_tools.sandbox.daemon" in command_line(each))
 
 
-def groups_of(daemon: psutil.Process) -> list[Path]:
-    """Its control groups."""
-    return list(Path("/sys/fs/cgroup").glob(f"**/treadle-tools-{daemon.pid}"))
+def groups_of(daemon: psutil.Process) -> list[str]:
+    """Return its control groups. Other groups may be removed meanwhile: `os.walk` leaves them out,
+    `Path.glob` would raise FileNotFoundError."""
+    name = f"/treadle-tools-{daemon.pid}"
+    return [folder for folder, _, _ in os.walk("/sys/fs/cgroup") if folder.endswith(name)]
 
 
 async def gone(processes: list[psutil.Process]) -> None:

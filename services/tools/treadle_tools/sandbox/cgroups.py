@@ -353,7 +353,12 @@ def _sweep(parent: Path) -> None:
 
 
 def _clear(group: Path) -> None:
-    for folder in (*group.glob("slot-*"), group):
+    """Remove a group and its slots, as far as nothing runs in them. Two services of one machine may
+    remove the same group at once, so each step may find it gone."""
+    slots: list[Path] = []
+    with contextlib.suppress(OSError):
+        slots = list(group.glob("slot-*"))
+    for folder in (*slots, group):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
