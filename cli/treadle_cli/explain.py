@@ -39,8 +39,7 @@ from treadle_sim.driver import Driver
 from treadle_sim.engine_model import EngineModel, StepCurve
 from treadle_sim.outcome import Outcome
 from treadle_sim.predictors import make_predictor
-from treadle_sim.rollout import choose_cluster
-from treadle_sim.systems import STICKY, TREADLE, VERL, System
+from treadle_sim.systems import STICKY, TREADLE, VERL, System, choose_cluster
 from treadle_sim.workloads.workload import Step, TrajectoryWork, Workload
 
 from treadle_cli import exits

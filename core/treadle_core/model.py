@@ -159,7 +159,7 @@ class PlacementRule(enum.Enum):
 
 class CostModel(enum.IntEnum):
     """Model of the time that an engine takes for a group of trajectories: `placing.paths` for
-    CRITICAL_PATH, else `placing.costs`."""
+    CRITICAL_PATH, else `placing.solver`."""
 
     GROUP_SIZE = 1
     LINEAR_INTEGRAL = 2

@@ -157,20 +157,21 @@ class Snapshot:
 class Snapshots:
     """Maker of snapshots, which keeps the roster until the engines change."""
 
-    def __init__(self, engines: EngineTable, columns: LiveColumns) -> None:
+    def __init__(self, engines: EngineTable, table: TrajectoryTable) -> None:
         self._engines = engines
-        self._columns = columns
+        self._table = table
         self._roster: Roster | None = None
         self._made_for = (-1, -1, -1)
 
     def take(self) -> Snapshot:
-        live = read_columns(self._columns)
-        made_for = (self._engines.membership, len(self._columns.engines), len(self._columns.tags))
+        columns = self._table.columns
+        live = read_columns(columns)
+        made_for = (self._engines.membership, len(columns.engines), len(columns.tags))
         if self._roster is None or made_for != self._made_for:
-            self._roster, self._made_for = self._make_roster(), made_for
+            self._roster, self._made_for = self._make_roster(columns), made_for
         return Snapshot(live, self._roster)
 
-    def _make_roster(self) -> Roster:
+    def _make_roster(self, columns: LiveColumns) -> Roster:
         all_tags = [set(engine.spec.hardware_tags) for engine in self._engines]
         everywhere = set.intersection(*all_tags) if all_tags else set()
         specs = [engine.spec for engine in self._engines if engine.usable]
@@ -191,12 +192,10 @@ class Snapshots:
             kinds=paths.kinds_of(engines),
             index_of=index_of,
             index_of_number=np.array(
-                [index_of.get(name, -1) for name in self._columns.engines], np.int64
+                [index_of.get(name, -1) for name in columns.engines], np.int64
             ),
-            here=np.array([name in self._engines for name in self._columns.engines], np.bool_),
-            carried=np.array(
-                [everywhere.issuperset(each) for each in self._columns.tags], np.bool_
-            ),
+            here=np.array([name in self._engines for name in columns.engines], np.bool_),
+            carried=np.array([everywhere.issuperset(each) for each in columns.tags], np.bool_),
         )
 
 
@@ -207,8 +206,10 @@ def warm_up() -> None:
     engines = paths.engine_rows([PlanEngine(name, 1, 0, 1, DecodeCurve()) for name in "ab"])
     ones, placement = np.ones(2), np.zeros(2, np.int64)
     started = np.array([True, False])
-    work = paths.work_of(ones, ones, ones, ones, started, started, placement)
+    factors = paths.sample_factors(placement, ones, ones, ones)
+    work = paths.work_of(ones, ones, ones, ones, started, started, placement, factors)
     best_placement(engines, placement, work, work, placement)
+    paths.makespans_s(engines, work, placement)
     paths.savings_s(engines, work, placement, placement[:1], placement[:1] + 1)
 
 
@@ -228,12 +229,13 @@ def choose_placement(
     planned = np.where(movable & (staying >= 0), planned, staying)
     if not (planned != staying).any():
         return staying, 0.0
-    best, best_s = staying, judge(engines, snapshot.samples, staying)
+    reading = paths.reading_order(engines, snapshot.samples)
+    best, best_s = staying, judge(engines, snapshot.samples, staying, reading)
     for candidate, margin in (
         (np.where(free, planned, staying), 0.0),
         (planned, tuning.plan_margin),
     ):
-        candidate_s = judge(engines, snapshot.samples, candidate)
+        candidate_s = judge(engines, snapshot.samples, candidate, reading)
         if paths.is_better(candidate_s, best_s, margin):
             best, best_s = candidate, candidate_s
     moves = int(np.count_nonzero((best != staying) & ~free))
@@ -323,7 +325,7 @@ class Planner:
         self._engines = engines
         self._table = table
         self._tuning = tuning
-        self._snapshots = Snapshots(engines, table.columns)
+        self._snapshots = Snapshots(engines, table)
         self._plan_id = 0
         self._timing = PlanTiming(tuning)
         self._question: AskPlan | None = None  # that is out

@@ -21,8 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from treadle_sim.engine_model import Speculation, engine_model
 from treadle_sim.lower_bound import alone_s, longest_alone_s, lower_bound_s, work_s
 from treadle_sim.outcome import Times
-from treadle_sim.rollout import Setting, simulate
-from treadle_sim.systems import System
+from treadle_sim.systems import Setting, System, simulate
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces

@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import pkgutil
+from types import SimpleNamespace
 
 import numpy as np
 import treadle_core
@@ -58,6 +59,7 @@ def compiled_after_placement() -> Signatures:
     servicer = PlacementServicer(
         CostModel.CRITICAL_PATH, DecodeCurve(), Metrics(Settings(nats_url="nats://unused"))
     )
+    unhurried = SimpleNamespace(time_remaining=lambda: None)  # a call without a deadline
     for model in pb.CostModel.values():
         request = pb.PlanPlacementRequest(
             engines=[pb.PlacementEngine(engine_id=name, slot_limit=4) for name in "abc"],
@@ -71,7 +73,7 @@ def compiled_after_placement() -> Signatures:
             ),
             cost_model=model,
         )
-        asyncio.run(servicer.PlanPlacement(request, None))
+        asyncio.run(servicer.PlanPlacement(request, unhurried))
     return _signatures() - before
 
 

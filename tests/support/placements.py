@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 from treadle.placement.v1.placement_pb2 import PlacedColumns
-from treadle_core.compiled import AHEAD_MODULE, Floats
+from treadle_core.compiled import AHEAD_MODULE, Floats, Indexes
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing import paths
-from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.paths import Work
 from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.solver import Costs, group_cost, tabulate
 from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
 curves = st.builds(
@@ -149,6 +149,11 @@ def path_rows(*slots: int, kv_tokens: int = 60_000) -> Floats:
     return paths.engine_rows(
         [PlanEngine(f"e{at}", each, kv_tokens, 1, PATH_CURVE) for at, each in enumerate(slots)]
     )
+
+
+def ends_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
+    """Return when each engine ends in each sample."""
+    return paths.finish(engines, work, placement, paths.reading_order(engines, work))[0]
 
 
 def draw_work(seed: int, n: int, samples: int = 1) -> Work:

@@ -20,8 +20,7 @@ from treadle_cli.simulate.comparison import (
 from treadle_cli.simulate.output import describe
 from treadle_cli.simulate.pictures import average_cells, make_scene
 from treadle_cli.simulate.request import DEFAULT_SYSTEMS, Request, SimulationPlan, make_plan
-from treadle_sim.rollout import Run, Setting, simulate
-from treadle_sim.systems import SYSTEMS, System
+from treadle_sim.systems import SYSTEMS, Run, Setting, System, simulate
 
 ASKED = Request(
     workload="coding",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.placements import draw_work, path_rows
+from support.placements import draw_work, ends_s, path_rows
 from treadle_core.compiled import Floats, Indexes
 from treadle_core.placing import paths
 from treadle_core.placing.paths import Work
@@ -53,7 +53,7 @@ def test_an_engine_ends_with_its_work_or_its_longest_path_in_each_sample(
 ) -> None:
     engines, work = path_rows(1, 4, 100), draw_work(seed, n, samples)
     placement = np.random.default_rng(seed).integers(-1, 3, n)
-    times = paths.finish(engines, work, placement)[0]
+    times = ends_s(engines, work, placement)
     for at, sample in itertools.product(range(3), range(samples)):
         by_hand = end_by_hand(engines, at, work, np.flatnonzero(placement == at), sample)
         assert times[at, sample] == pytest.approx(by_hand, rel=1e-6)
@@ -81,7 +81,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples_and_not_where_one_is_rea
         work = paths.work_of(
             nothing, contexts, nothing, nothing, started, np.array(read), np.array(prompts)
         )
-        return paths.finish(engines, work, np.array(placement))[0][:, 0]
+        return ends_s(engines, work, np.array(placement))[:, 0]
 
     once_s = 8_000 / 5_000 + 1e-9 * 8_000**2 / 2
     assert end_s([False] * 4, [0] * 4, [0] * 4) == pytest.approx([once_s, 0.0])
@@ -93,7 +93,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples_and_not_where_one_is_rea
 def test_a_placement_where_a_context_does_not_fit_never_ends() -> None:
     one = np.ones(1)
     work = paths.work_of(one, 60_001.0 * one, one, one, one > 0, one > 0, np.zeros(1, np.int64))
-    assert paths.finish(path_rows(1), work, np.zeros(1, np.int64))[0].tolist() == [[math.inf]]
+    assert ends_s(path_rows(1), work, np.zeros(1, np.int64)).tolist() == [[math.inf]]
     unknown = path_rows(1, kv_tokens=0)
     assert np.isfinite(paths.makespans_s(unknown, work, np.zeros(1, np.int64))).all()
 
@@ -113,16 +113,16 @@ def test_what_a_move_saves_is_the_difference_of_the_ends_of_its_two_engines(
     for index, target in enumerate(targets):
         pair, after = [placement[index], target], placement.copy()
         after[index] = target
-        before_s = paths.finish(engines, work, placement)[0][pair].max()
+        before_s = ends_s(engines, work, placement)[pair].max()
         assert saved[index] == pytest.approx(
-            before_s - paths.finish(engines, work, after)[0][pair].max(), abs=1e-6
+            before_s - ends_s(engines, work, after)[pair].max(), abs=1e-6
         )
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5))
 def test_no_placement_ends_before_the_bound(seed: int, n: int) -> None:
     engines, work = path_rows(1, 4, 100), draw_work(seed, n)
-    bound_s = paths.least_s(engines, work)
+    bound_s = paths.least_s(engines, np.arange(3), work)
     for placement in itertools.product(range(3), repeat=n):
         assert paths.makespans_s(engines, work, np.array(placement))[0] >= bound_s * (1.0 - 1e-9)
 

@@ -5,9 +5,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from support.placements import draw_work, path_rows
+from treadle_core.compiled import Flags, Floats, Indexes
 from treadle_core.placing import paths
 from treadle_core.placing.candidates import judge
+from treadle_core.placing.paths import Work
 from treadle_core.placing.refining import refine
+
+
+def improve(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Indexes:
+    return refine(engines, work, placement, free, paths.reading_order(engines, work))
 
 
 @given(
@@ -21,7 +27,7 @@ def test_it_is_never_judged_worse_and_only_what_is_free_moves(
 ) -> None:
     work, engines = draw_work(seed, n, samples), path_rows(*slots)
     placement = np.random.default_rng(seed).integers(0, len(slots), n)
-    found = refine(engines, work, placement, ~work.started)
+    found = improve(engines, work, placement, ~work.started)
     assert (found[work.started] == placement[work.started]).all()
     assert judge(engines, work, found).mean() <= judge(engines, work, placement).mean() * (
         1.0 + 1e-9
@@ -36,7 +42,7 @@ def test_the_long_answer_goes_away_from_the_long_prompts() -> None:
     work = paths.work_of(tokens, contexts, zero, zero, nowhere, nowhere, np.arange(5))
     engines = path_rows(100, 100)
     placement = np.array([0, 0, 0, 1, 0])
-    found = refine(engines, work, placement, ~nowhere)
+    found = improve(engines, work, placement, ~nowhere)
     assert np.count_nonzero(found[:4] == found[4]) <= 1
     assert (
         paths.makespans_s(engines, work, found)[0]
@@ -50,7 +56,7 @@ def test_samples_of_a_prompt_move_together() -> None:
     zero, nowhere = np.zeros(8), np.zeros(8, np.bool_)
     prompts = np.repeat(np.arange(2), 4)
     work = paths.work_of(zero + 50.0, zero + 40_000.0, zero, zero, nowhere, nowhere, prompts)
-    found = refine(path_rows(100, 100), work, np.zeros(8, np.int64), ~nowhere)
+    found = improve(path_rows(100, 100), work, np.zeros(8, np.int64), ~nowhere)
     assert len(set(found[:4].tolist())) == len(set(found[4:].tolist())) == 1
     assert found[0] != found[4]
 
@@ -63,7 +69,7 @@ def test_no_sample_leaves_its_prompt_while_some_wait_for_a_slot() -> None:
         zero + 2_000.0, zero + 40_000.0, zero, zero, nowhere, nowhere, np.zeros(8, np.int64)
     )
     alone, waiting = (
-        refine(path_rows(slots, slots), work, np.zeros(8, np.int64), ~nowhere) for slots in (8, 2)
+        improve(path_rows(slots, slots), work, np.zeros(8, np.int64), ~nowhere) for slots in (8, 2)
     )
     assert 0 < np.count_nonzero(alone) < 8
     assert not waiting.any()

@@ -15,10 +15,9 @@ from support.placements import (
     workloads,
 )
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.placement import lower_bound
 from treadle_core.placing.question import PlanEngine
-from treadle_core.placing.solver import partition
+from treadle_core.placing.solver import Costs, group_cost, partition, tabulate
 
 REL = 1e-9
 
@@ -186,7 +185,7 @@ def test_a_plan_without_numba_is_the_same_to_the_last_bit() -> None:
 import numpy as np
 from treadle_core import compiled
 from treadle_core.placing.question import PlanEngine
-from treadle_core.placing.costs import tabulate
+from treadle_core.placing.solver import tabulate
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing.placement import lower_bound, plan
 from treadle_core.placing.solver import partition

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 from treadle_core.rollouts.bias import LENGTH_EDGES, BiasGuard, Histogram, distance, judge_kept
-from treadle_core.rollouts.selection import Candidate
+from treadle_core.rollouts.group import Candidate
 
 
 def group(lengths: Sequence[int], rewards: Sequence[float | None]) -> list[Candidate]:

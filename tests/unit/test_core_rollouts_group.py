@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from treadle_core.rollouts.selection import (
+from treadle_core.rollouts.group import (
     Candidate,
     DualEnd,
     FirstK,

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from treadle_core.rollouts.group import Candidate
 from treadle_core.rollouts.length_cap import CapPolicy, CapReport, CapState, CutReward, shape_reward
-from treadle_core.rollouts.selection import Candidate
 
 POLICY = CapPolicy(
     ceiling_tokens=1_000,

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.placements import check_without_numba, curves, makespans_of_all, tokens
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.costs import group_cost
-from treadle_core.placing.solver import partition
+from treadle_core.placing.solver import group_cost, partition
 from treadle_sim.allocation.plan import (
     PLANNED_MODELS,
     Allocation,
@@ -198,7 +197,7 @@ import sys
 import numpy as np
 from treadle_core import compiled
 from treadle_sim.allocation.plan import EngineKind, allocate
-from treadle_core.placing.costs import CostModel
+from treadle_core.placing.solver import CostModel
 from treadle_core.model import DecodeCurve
 rng = np.random.default_rng(3)
 lengths, contexts = rng.lognormal(7, 1, 30), rng.uniform(0, 900, 30)

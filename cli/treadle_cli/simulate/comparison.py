@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 from treadle_sim.lower_bound import alone_s, work_s
-from treadle_sim.rollout import Run, Setting
-from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, VERL, System
+from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, TREADLE, VERL, Run, Setting, System
 from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.simulate.logs import Log

@@ -14,8 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from treadle_sim.rollout import Run
-from treadle_sim.systems import ORACLE, TREADLE
+from treadle_sim.systems import ORACLE, TREADLE, Run
 from treadle_sim.workloads.workload import groups
 
 from treadle_cli.simulate.comparison import Bound, Comparison, Row

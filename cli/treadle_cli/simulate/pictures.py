@@ -25,7 +25,7 @@ from matplotlib.patches import Patch
 from plotly.subplots import make_subplots
 from treadle_sim.cluster import engine_id
 from treadle_sim.outcome import Span
-from treadle_sim.rollout import Run
+from treadle_sim.systems import Run
 from treadle_sim.workloads.workload import Workload
 
 from treadle_cli.exits import printable

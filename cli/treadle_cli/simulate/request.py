@@ -11,8 +11,7 @@ from pathlib import Path
 from treadle_sim.engine_model import EngineModel, profiles
 from treadle_sim.fitting import MeasuredProfileError, fit_measured
 from treadle_sim.predictors import NAMES
-from treadle_sim.rollout import Setting
-from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, System
+from treadle_sim.systems import BASELINES, HEDDLE, ORACLE, SYSTEMS, TREADLE, Setting, System
 from treadle_sim.workloads.parametric import MODELS, WORKLOADS, make
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import (

@@ -21,8 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from treadle_core.refusals import CoreError
-from treadle_sim.rollout import Run, Setting, simulate
-from treadle_sim.systems import TREADLE, System
+from treadle_sim.systems import TREADLE, Run, Setting, System, simulate
 
 from treadle_cli.exits import UsageProblem
 from treadle_cli.options import print_json

@@ -7,8 +7,8 @@ Tried are, in this order, each against the best before it:
   one by one: what a sticky, least loaded rule would do, with predicted work for load;
 - the partition of all trajectories, longest path first, into one contiguous group for each engine,
   fastest engine first (Heddle §5.2 with tools in it), for several shares of the longest path that
-  each group may hide; whole, for those that have not started, and for its first engines alone:
-  these get their few long trajectories, and the rest is dealt over the others;
+  each group may hide; whole, for its first engines alone, which get their few long trajectories
+  while the rest is dealt over the others, and for those that have not started;
 - the best of these, improved step by step (`refining`).
 What is dealt moves no KV. A partition does, so it is taken only where it is MARGIN better. Prompts
 count in the makespan and besides, as the mean over engines of the seconds that they are prefilled
@@ -18,10 +18,12 @@ most context stays where it is (`relabel`).
 """
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
 from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
+from treadle_core.placing.dealing import deal
 from treadle_core.placing.paths import (
     BASE_S,
     KV,
@@ -34,11 +36,11 @@ from treadle_core.placing.paths import (
     TOKENS,
     TOOL_S,
     Work,
-    deal,
     finish,
     is_better,
     path_s,
     prompt_weight,
+    reading_order,
     work_s,
     worked_s,
 )
@@ -48,57 +50,167 @@ MARGIN = (
     0.02  # of the mean makespan; both are judged by the same samples, so most of the errors cancel
 )
 SHARES = (0.0, 0.25, 0.5, 1.0)  # of the longest path that a group of a partition may hide
-FIRST_ENGINES = (1, 2, 3, 4, 6, 8, 12, 16)  # of a partition, that alone are taken from it
-BISECTIONS = (
-    14  # a makespan to a thousandth of where the search begins; predictions are far less exact
-)
+FIRST_ENGINES = (1, 4, 8, 12, 3, 6, 16, 2)  # of a partition, that alone are taken from it
+# A partition's makespan is searched to this part of it; predictions are far less exact. The first
+# step of a search is larger.
+EXACT = 1.0 / 1024.0
+FIRST_STEP = 1.0 / 128.0
+# Amounts after which a search without a deadline ends: 5 to 10 ms. Few trajectories are tried all
+# ways in that time.
+MOST_AMOUNTS = 700_000
 # Engines for which the rest is solved again; the short trajectories behind them fill the others
 # evenly.
 MOST_SOLVED = 16
 
 
+class GoesOn(Protocol):
+    """Whether a search tries one more placement, once it has read so many amounts (trajectories
+    times samples). Where it answers no, the best so far is the result."""
+
+    def __call__(self, amounts: int, /) -> bool: ...
+
+
+def reads_little(amounts: int) -> bool:
+    """Go on until MOST_AMOUNTS are read, which is the same on every machine and at any load."""
+    return amounts < MOST_AMOUNTS
+
+
 def best_placement(
-    engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes
+    engines: Floats,
+    kinds: Indexes,
+    work: Work,
+    medians: Work,
+    current: Indexes,
+    goes_on: GoesOn = reads_little,
 ) -> Indexes:
     """Return engine_of[n], the index of each trajectory's engine in the best placement.
 
     engines: `paths.engine_rows`; kinds: a number that engines with equal figures share; work:
     samples, medians: the same at its medians; current: each trajectory's engine now, -1 for
-    none.
+    none. goes_on: asked before each placement behind the first few. These are always tried, and
+    the best is always improved, which together takes about a third of what all takes.
     """
     if not len(current):
         return current.copy()
-    amounts = medians.amounts[0]
-    order = np.argsort(-_alone_s(engines, amounts), kind="stable")
-    free = ~medians.started | (current < 0)
-    every, alone = np.ones(len(engines), np.bool_), np.arange(len(current))
-
-    best = deal(engines, medians, current, order[current[order] < 0], alone, every)
-    best_s = judge(engines, work, best)
-    if len(engines) == 1:
-        return best
-    staying = best
-    for unit_of in (medians.prompts, alone):
-        dealt = deal(engines, medians, staying, order[free[order]], unit_of, every)
-        dealt_s = judge(engines, work, dealt)
-        if is_better(dealt_s, best_s, 0.0):
-            best, best_s = dealt, dealt_s
-    near = best
-    for share in SHARES:
-        for candidate in _partitions(engines, kinds, medians, near, staying, order, share):
-            candidate_s = judge(engines, work, candidate)
-            if is_better(candidate_s, best_s, MARGIN):
-                best, best_s = candidate, candidate_s
-    if free.any():
-        refined = refine(engines, work, best, free)
-        if is_better(judge(engines, work, refined), best_s, 0.0):
-            return refined
-    return best
+    search = _Search(engines, kinds, work, medians, current)
+    if len(engines) > 1:
+        search.begin()
+        for candidate in search.more():
+            if not goes_on(search.amounts):
+                break
+            search.consider(candidate, MARGIN)
+        search.improve()
+    return search.best
 
 
-def judge(engines: Floats, work: Work, placement: Indexes) -> Floats:
-    """Return the seconds of a placement by each sample: less is better."""
-    times, prompts_s = finish(engines, work, placement)
+class _Search:
+    """A search for the best placement: the best so far, and what its candidates are made of.
+
+    amounts: those read so far."""
+
+    def __init__(
+        self, engines: Floats, kinds: Indexes, work: Work, medians: Work, current: Indexes
+    ) -> None:
+        self._engines, self._kinds, self._work, self._medians = engines, kinds, work, medians
+        self._order = np.argsort(-_alone_s(engines, medians.amounts[0]), kind="stable")
+        self._free = ~medians.started | (current < 0)
+        self._each = np.arange(len(current))
+        self._fastest_first = np.lexsort((np.arange(len(engines)), engines[:, BASE_S]))
+        self._own = medians.amounts[0][self._order]
+        self._sums = np.zeros((len(current) + 1, self._own.shape[1]))
+        np.cumsum(self._own, axis=0, out=self._sums[1:])
+        every, new = np.ones(len(engines), np.bool_), current < 0
+        self._all_new = bool(new.all())
+        self._staying = self._deal(current, self._order[new[self._order]], every)
+        self.amounts = 0
+        self.best = self._near = self._staying
+        self._best_s = self._judge(self._staying)
+
+    def consider(self, candidate: Indexes, margin: float) -> None:
+        """Take a placement that is better than the best so far by `margin`."""
+        candidate_s = self._judge(candidate)
+        if is_better(candidate_s, self._best_s, margin):
+            self.best, self._best_s = candidate, candidate_s
+
+    def begin(self) -> None:
+        """Try what moves no KV, then the first partition."""
+        every = np.ones(len(self._engines), np.bool_)
+        dealt = self._order[self._free[self._order]]
+        units = [self._medians.prompts]
+        if not self._all_new:  # else one by one is how they were dealt at first
+            units.append(self._each)
+        for unit_of in units:
+            self.consider(self._deal(self._staying, dealt, every, unit_of), 0.0)
+        self._near = self.best
+        self._partitions = [self._partition(SHARES[0])]
+        self.consider(self._partitions[0][0], MARGIN)
+
+    def more(self) -> Iterator[Indexes]:
+        """Yield the other placements that are tried."""
+        for share in SHARES[1:]:
+            self._partitions.append(self._partition(share))
+            yield self._partitions[-1][0]
+        for planned, bounds in self._partitions:
+            yield from self._first_engines(planned, bounds)
+        free = ~self._medians.started
+        if not free.all():
+            for planned, _ in self._partitions:
+                yield np.where(free, planned, self._staying)
+
+    def improve(self) -> None:
+        """Improve the best so far step by step."""
+        if self._free.any():
+            of = (self._engines, self._work, self.best, self._free, self._order)
+            self.consider(refine(*of), 0.0)
+
+    def _judge(self, placement: Indexes) -> Floats:
+        self.amounts += self._work.amounts.shape[0] * len(placement)
+        return judge(self._engines, self._work, placement, self._order)
+
+    def _deal(
+        self, placement: Indexes, dealt: Indexes, allowed: Flags, unit_of: Indexes | None = None
+    ) -> Indexes:
+        unit_of = self._each if unit_of is None else unit_of
+        of = (self._engines, self._kinds, self._medians, placement, dealt, unit_of, allowed)
+        return deal(*of)
+
+    def _partition(self, share: float) -> tuple[Indexes, Indexes]:
+        """Return the partition of all for one share, renamed so that most context stays where it
+        is, and the bounds of its groups."""
+        m, order = len(self._engines), self._order
+        fastest_first = self._fastest_first
+        rows = np.ascontiguousarray(self._engines[fastest_first])
+        bounds = partition(rows, self._sums, self._own, share)
+        planned = np.empty_like(self._staying)
+        planned[order] = fastest_first[np.repeat(np.arange(m), np.diff(bounds))]
+        everything = np.ones(len(order), np.bool_)
+        contexts = self._medians.contexts
+        return relabel(planned, self._near, contexts, everything, self._kinds), bounds
+
+    def _first_engines(self, planned: Indexes, bounds: Indexes) -> Iterator[Indexes]:
+        """Yield placements with only the first engines of a partition, over whose others the rest
+        is dealt."""
+        m, free = len(self._engines), ~self._medians.started
+        for count in FIRST_ENGINES:
+            end = bounds[min(count, m)]
+            taken, rest = self._order[:end], self._order[end:]
+            apart = np.zeros(m, np.bool_)
+            apart[planned[taken]] = True
+            if count >= m or apart.all() or not len(taken):
+                continue
+            candidate = self._staying.copy()
+            candidate[taken] = planned[taken]
+            again = rest[free[rest] | apart[self._staying[rest]]]
+            yield self._deal(candidate, again, ~apart)
+
+
+def judge(
+    engines: Floats, work: Work, placement: Indexes, reading: Indexes | None = None
+) -> Floats:
+    """Return the seconds of a placement by each sample: less is better. reading:
+    `paths.reading_order`, where the caller knows it."""
+    reading = reading_order(engines, work) if reading is None else reading
+    times, prompts_s = finish(engines, work, placement, reading)
     judged_s: Floats = times.max(axis=0) + prompt_weight(engines, len(placement)) * prompts_s.mean()
     return judged_s
 
@@ -112,43 +224,6 @@ def _alone_s(engines: Floats, amounts: Floats) -> Floats:
     prefill_s = mean[PREFILL_S] * amounts[:, OBSERVED] + mean[PREFILL_PAIR_S] * amounts[:, PAIRS]
     alone_s: Floats = decode_s + prefill_s + amounts[:, TOOL_S]
     return alone_s
-
-
-def _partitions(
-    engines: Floats,
-    kinds: Indexes,
-    medians: Work,
-    near: Indexes,
-    staying: Indexes,
-    order: Indexes,
-    share: float,
-) -> Iterator[Indexes]:
-    """Yield the partition of `order` for one share, renamed so that most context stays as in
-    `near`, and its variants."""
-    m = len(engines)
-    own = medians.amounts[0][order]
-    sums = np.zeros((len(own) + 1, own.shape[1]))
-    np.cumsum(own, axis=0, out=sums[1:])
-    fastest_first = np.lexsort((np.arange(m), engines[:, BASE_S]))
-    bounds = partition(np.ascontiguousarray(engines[fastest_first]), sums, own, share)
-    planned = np.empty_like(staying)
-    planned[order] = fastest_first[np.repeat(np.arange(m), np.diff(bounds))]
-    planned = relabel(planned, near, medians.contexts, np.ones(len(order), np.bool_), kinds)
-    yield planned
-    free = ~medians.started
-    yield np.where(free, planned, staying)
-    for count in FIRST_ENGINES:
-        taken, rest = order[: bounds[min(count, m)]], order[bounds[min(count, m)] :]
-        apart = np.zeros(m, np.bool_)
-        apart[planned[taken]] = True
-        if count >= m or apart.all():
-            break
-        if not len(taken):
-            continue
-        candidate = staying.copy()
-        candidate[taken] = planned[taken]
-        again = rest[free[rest] | apart[staying[rest]]]
-        yield deal(engines, medians, candidate, again, np.arange(len(order)), ~apart)
 
 
 @inlined
@@ -185,45 +260,108 @@ def partition(engines: Floats, sums: Floats, own: Floats, share: float) -> Index
     it loses its first rank.
     """
     n, m = len(own), len(engines)
-    bounds = np.zeros(m + 1, np.int64)
-    first = 0
-    high = np.inf
-    for head in range(m - 1):
-        if head >= MOST_SOLVED:
-            first = reach(engines[head], sums, own, share, first, high)
-            bounds[head + 1] = first
-            continue
-        high = np.inf
-        for engine in range(head, m):
-            high = min(high, group_s(engines[engine], sums, own, share, first, n))
-        low = high / (4.0 * m)
-        for _ in range(BISECTIONS):
-            middle = np.sqrt(low * high) if high > 2.0 * low else 0.5 * (low + high)
-            at = first
-            for engine in range(head, m):
-                at = reach(engines[engine], sums, own, share, at, middle)
-            if at >= n:
-                high = middle
-            else:
-                low = middle
-        first = reach(engines[head], sums, own, share, first, high)
+    bounds, filled = np.zeros(m + 1, np.int64), np.zeros(m + 1, np.int64)
+    first, limit_s = 0, np.inf
+    for head in range(min(m - 1, MOST_SOLVED)):
+        limit_s = least_limit_s(engines, sums, own, share, head, first, limit_s, filled)
+        first = reach(engines[head], sums, own, share, first, limit_s, filled[head + 1])
         bounds[head + 1] = first
+    for engine in range(min(m - 1, MOST_SOLVED), m - 1):
+        first = reach(engines[engine], sums, own, share, first, limit_s, filled[engine + 1])
+        bounds[engine + 1] = first
     bounds[m] = n
     return bounds
 
 
+@compiled
+def least_limit_s(
+    engines: Floats,
+    sums: Floats,
+    own: Floats,
+    share: float,
+    head: int,
+    first: int,
+    known_s: float,
+    filled: Indexes,
+) -> float:
+    """Return about the least makespan in which the engines from `head` on do all ranks from
+    `first`.
+
+    known_s: one that is enough, infinite for none. filled: of the last fill; the next one begins
+    its search there.
+    """
+    n = len(own)
+    low_s, high_s = 0.0, known_s
+    if high_s == np.inf:
+        speed = 0.0
+        for engine in range(head, len(engines)):
+            whole_s = group_s(engines[engine], sums, own, share, first, n)
+            high_s = min(high_s, whole_s)
+            speed += 1.0 / max(whole_s, 1e-12)
+        if high_s == np.inf:  # no engine's figures can do it
+            return high_s
+        limit_s, step = 1.0 / speed, FIRST_STEP  # what they could do if work were a fluid
+        while limit_s < high_s:
+            if fill(engines, sums, own, share, head, first, limit_s, filled):
+                high_s = limit_s
+                break
+            low_s = limit_s
+            limit_s *= 1.0 + step
+            step *= 2.0
+    step = FIRST_STEP
+    while high_s - low_s > EXACT * high_s:
+        middle_s = 0.5 * (low_s + high_s)
+        if low_s == 0.0:  # nothing is known to be too little: step down, in growing steps
+            middle_s = high_s * max(1.0 - step, 0.5)
+            step *= 2.0
+        if fill(engines, sums, own, share, head, first, middle_s, filled):
+            high_s = middle_s
+        else:
+            low_s = middle_s
+    return high_s
+
+
+@compiled
+def fill(
+    engines: Floats,
+    sums: Floats,
+    own: Floats,
+    share: float,
+    head: int,
+    first: int,
+    limit_s: float,
+    filled: Indexes,
+) -> bool:
+    """Give each engine from `head` on all that it ends within the limit, from rank `first` on;
+    write the ends of the groups to `filled`, and return whether all is given."""
+    n = len(own)
+    at, before = first, filled[head]
+    filled[head] = first
+    for engine in range(head, len(engines)):
+        size = max(filled[engine + 1] - before, 0)
+        before = filled[engine + 1]
+        if at < n:
+            at = reach(engines[engine], sums, own, share, at, limit_s, at + size)
+        filled[engine + 1] = at
+    return at >= n
+
+
 @inlined
 def reach(
-    engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float
+    engine: Floats, sums: Floats, own: Floats, share: float, first: int, limit_s: float, near: int
 ) -> int:
-    """Return the last end of a group from `first` that the engine finishes within the limit."""
-    low, high = first, len(own) + 1
+    """Return the last end of a group from `first` that the engine finishes within the limit. The
+    search begins at `near`."""
+    low, high, step = first, len(own) + 1, 1
+    probe = min(max(near, first + 1), len(own))
     while high - low > 1:
-        probe = (low + high) // 2
         if group_s(engine, sums, own, share, first, probe) <= limit_s:
             low = probe
+            probe = min(low + step, len(own)) if high > len(own) else (low + high) // 2
         else:
             high = probe
+            probe = max(high - step, first + 1) if low == first else (low + high) // 2
+        step *= 2
     return low
 
 

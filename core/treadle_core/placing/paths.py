@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined
+from treadle_core.compiled import Flags, Floats, Indexes, compiled, inlined, lean
 from treadle_core.placing.question import PlanEngine
 
 # Columns of engines: the last two are seconds of prefill for each token, and for each pair of
@@ -66,6 +66,11 @@ SIGMA_STEPS = 128
 SIGMA_STEP = 1.0 / 48.0
 
 
+# Columns of what an engine has to do in a sample: sums of tokens and of KV, seconds of work, when
+# it ends, and the most seconds of decode steps alone and tools.
+LOAD_TOKENS, LOAD_KV, LOAD_WORK, LOAD_ENDS, LOAD_REST = range(5)
+
+
 class Work(NamedTuple):
     """Work that is left of n trajectories. amounts[samples, n, 5]; contexts: tokens now; started:
     it runs on its engine; read: its engine has prefilled its context; prompts: a number for each
@@ -76,6 +81,25 @@ class Work(NamedTuple):
     started: Flags
     read: Flags
     prompts: Indexes
+
+
+class Scratch(NamedTuple):
+    """Memory of `end_engine`: whether it has read a prompt, and by a group's number the seconds
+    until its prompt is read, of its own work, and of its decode steps alone and its tools."""
+
+    seen: Flags
+    waits_s: Floats
+    own_s: Floats
+    rest_s: Floats
+
+
+@compiled
+def make_scratch(work: Work) -> Scratch:
+    """Return memory that serves any group of this work."""
+    n = len(work.contexts)
+    return Scratch(
+        np.zeros(work.prompts.max() + 1, np.bool_), np.empty(n), np.empty(n), np.empty(n)
+    )
 
 
 def number_kinds(figures: Iterable[Hashable]) -> Indexes:
@@ -119,10 +143,34 @@ def work_of(
     """Return the work at its medians, or times factors[samples, n]. observed: tokens of tools'
     answers still to come."""
     factors = np.ones((1, len(tokens))) if factors is None else factors
-    d, o = tokens * factors, observed * factors
-    mean_contexts = contexts + 0.5 * (d + o)
-    amounts = np.stack((d, d * mean_contexts, o, o * mean_contexts, tool_s * factors), axis=2)
+    tokens, contexts, observed, tool_s = map(_floats, (tokens, contexts, observed, tool_s))
+    amounts = multiply(tokens, contexts, observed, tool_s, factors)
     return Work(amounts, contexts, started, read, prompts)
+
+
+def _floats(values: Floats) -> Floats:
+    """Return the values as kernels read them: compiled ones take no other layout."""
+    return np.ascontiguousarray(values, np.float64)
+
+
+@compiled
+def multiply(
+    tokens: Floats, contexts: Floats, observed: Floats, tool_s: Floats, factors: Floats
+) -> Floats:
+    """Return amounts[samples, n, 5] of medians times factors[samples, n], in a tenth of the time
+    that numpy takes."""
+    samples, n = factors.shape
+    amounts = np.empty((samples, n, TOOL_S + 1))
+    for sample in range(samples):
+        for index in range(n):
+            factor = factors[sample, index]
+            d, o = tokens[index] * factor, observed[index] * factor
+            mean_context = contexts[index] + 0.5 * (d + o)
+            row = amounts[sample, index]
+            row[TOKENS], row[KV] = d, d * mean_context
+            row[OBSERVED], row[PAIRS] = o, o * mean_context
+            row[TOOL_S] = tool_s[index] * factor
+    return amounts
 
 
 def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens: Floats) -> Floats:
@@ -132,15 +180,38 @@ def sample_factors(rows: Indexes, log_sigma: Floats, tokens: Floats, room_tokens
     standard deviation of ln(length), of which RECOURSE is sampled, but at least LEAST_SIGMA;
     room_tokens: what the cap leaves."""
     n = len(rows)
-    most = room_tokens / np.maximum(tokens, 1.0)
     if n == 0:
-        return np.minimum(np.ones((1, n)), most)
+        return np.ones((1, n))
     count = min(MOST_SAMPLES, max(LEAST_SAMPLES, CELLS // n))
+    rows = np.ascontiguousarray(rows, np.int64)
+    log_sigma, tokens, room_tokens = map(_floats, (log_sigma, tokens, room_tokens))
     strata, table = _draws()
-    sigmas = np.maximum(RECOURSE * log_sigma, LEAST_SIGMA)
-    steps = np.minimum((sigmas / SIGMA_STEP + 0.5).astype(np.int64), SIGMA_STEPS - 1)
-    factors: Floats = np.minimum(table[steps, strata[:count, rows % ROWS]], most)
-    return np.ascontiguousarray(factors)  # kernels are compiled for each layout of their arrays
+    return draw(rows, log_sigma, tokens, room_tokens, strata, table, count)
+
+
+@compiled
+def draw(
+    rows: Indexes,
+    log_sigma: Floats,
+    tokens: Floats,
+    room_tokens: Floats,
+    strata: Indexes,
+    table: Floats,
+    count: int,
+) -> Floats:
+    """Return factors[count, n] by the tables of `_draws`."""
+    n = len(rows)
+    steps, most = np.empty(n, np.int64), np.empty(n)
+    for index in range(n):
+        sigma = max(RECOURSE * log_sigma[index], LEAST_SIGMA)
+        steps[index] = min(int(sigma / SIGMA_STEP + 0.5), SIGMA_STEPS - 1)
+        most[index] = room_tokens[index] / max(tokens[index], 1.0)
+    factors = np.empty((count, n))
+    for sample in range(count):
+        for index in range(n):
+            factor = table[steps[index], strata[sample, rows[index] % ROWS]]
+            factors[sample, index] = min(factor, most[index])
+    return factors
 
 
 @cache
@@ -160,8 +231,9 @@ def _draws() -> tuple[Indexes, Floats]:
 def makespans_s(engines: Floats, work: Work, placement: Indexes) -> Floats:
     """Return when the last engine ends in each sample; infinite where a context does not fit its
     engine's KV."""
-    times: Floats = finish(engines, work, placement)[0].max(axis=0, initial=0.0)
-    return times
+    times: Floats = finish(engines, work, placement, reading_order(engines, work))[0]
+    latest_s: Floats = times.max(axis=0, initial=0.0)
+    return latest_s
 
 
 def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
@@ -175,20 +247,29 @@ def is_better(found_s: Floats, best_s: Floats, margin: float) -> bool:
 
 
 @compiled
-def least_s(engines: Floats, work: Work) -> float:
+def least_s(engines: Floats, kinds: Indexes, work: Work) -> float:
     """Return the seconds before which no placement ends at the medians: the longest path alone on
     the engine that is fastest for it, and all work shared by all engines, each trajectory's at the
-    engine that has least of it."""
-    longest_s = shared_s = 0.0
+    engine that has least of it, with its share of slots or of KV, whichever binds.
+
+    kinds: a number from 0 that engines with equal figures share."""
+    examples = np.full(kinds.max() + 1, -1)  # an engine of each kind
+    for at in range(len(engines)):
+        if examples[kinds[at]] < 0:
+            examples[kinds[at]] = at
+    longest_s = by_slots_s = by_kv_s = 0.0
     for amounts in work.amounts[0]:
-        alone_s = least_work_s = np.inf
-        for engine in engines:
+        alone_s = slots_s = kv_s = np.inf
+        for at in examples:
+            engine = engines[at]
             own_s = work_s(engine, amounts)
-            least_work_s = min(least_work_s, own_s)
             alone_s = min(alone_s, engine[BASE_S] * amounts[TOKENS] + own_s + amounts[TOOL_S])
+            slots_s = min(slots_s, engine[BASE_S] * amounts[TOKENS] / engine[SLOTS] + own_s)
+            kv_s = min(kv_s, engine[BASE_S] * amounts[KV] / engine[KV_TOKENS] + own_s)
         longest_s = max(longest_s, alone_s)
-        shared_s += least_work_s
-    return max(longest_s, shared_s / len(engines))
+        by_slots_s += slots_s
+        by_kv_s += kv_s
+    return max(longest_s, by_slots_s / len(engines), by_kv_s / len(engines))
 
 
 @inlined
@@ -231,17 +312,6 @@ def worked_s(engine: Floats, tokens: float, kv_tokens: float, all_work_s: float)
 
 
 @compiled
-def prompts_there(work: Work, placement: Indexes, engines: int) -> Flags:
-    """Return there[engine, prompt]: whether a sample's context is read on the engine, and with it
-    the prompt."""
-    there = np.zeros((engines, work.prompts.max() + 1), np.bool_)
-    for index in range(len(placement)):
-        if work.read[index] and placement[index] >= 0:
-            there[placement[index], work.prompts[index]] = True
-    return there
-
-
-@compiled
 def reading_order(engines: Floats, work: Work) -> Indexes:
     """Return the trajectories with the longest mean path alone first: the order in which engines
     prefill prompts."""
@@ -278,148 +348,139 @@ def members_of(placement: Indexes, order: Indexes, engines: int) -> tuple[Indexe
     return first, members
 
 
-@compiled
-def end_engine(
-    engine: Floats,
-    work: Work,
-    members: Indexes,
-    seen: Flags,
-    waits_s: Floats,
-    own_s: Floats,
-    times: Floats,
-) -> float:
-    """Write when an engine ends its members in each sample to times[samples], and return its
-    seconds of prompts.
-
-    members: in the order in which their prompts are read. seen[prompts]: False, before and after;
-    waits_s and own_s: scratch of n.
-    """
+@lean
+def read_prompts(engine: Floats, work: Work, members: Indexes, scratch: Scratch) -> float:
+    """Return the seconds in which an engine prefills the prompts of its members, in their order;
+    write to scratch.waits_s how long each waits for it. scratch.seen: False, before and after."""
+    seen, waits_s = scratch.seen, scratch.waits_s
     prompts_s = 0.0
     for index in members:
-        if work.contexts[index] > engine[KV_TOKENS]:
-            times[:] = np.inf
-            return 0.0
-    for index in members:
         seen[work.prompts[index]] |= work.read[index]
-    for index in members:
-        waits_s[index] = 0.0
+    for number in range(len(members)):
+        index = members[number]
+        waits_s[number] = 0.0
         if not work.read[index]:
             if not seen[work.prompts[index]]:
                 seen[work.prompts[index]] = True
                 prompts_s += prompt_s(engine, work.contexts[index])
-            waits_s[index] = prompts_s
+            waits_s[number] = prompts_s
     for index in members:
         seen[work.prompts[index]] = False
+    return prompts_s
+
+
+@lean
+def end_engine(
+    engine: Floats, work: Work, members: Indexes, scratch: Scratch, times: Floats
+) -> float:
+    """Write when an engine ends its members in each sample to times[samples], and return its
+    seconds of prompts. members: in the order in which their prompts are read."""
+    for index in members:
+        if work.contexts[index] > engine[KV_TOKENS]:
+            times[:] = np.inf
+            return 0.0
+    prompts_s = read_prompts(engine, work, members, scratch)
+    waits_s, own_s, rest_s = scratch.waits_s, scratch.own_s, scratch.rest_s
     for sample in range(len(times)):
-        tokens = kv_tokens = 0.0
-        all_work_s = prompts_s
+        tokens = kv_tokens = most_rest_s = 0.0
+        all_work_s, longest = prompts_s, -1
         amounts = work.amounts[sample]
-        for index in members:
-            own_s[index] = work_s(engine, amounts[index])
-            tokens += amounts[index, TOKENS]
-            kv_tokens += amounts[index, KV]
-            all_work_s += own_s[index]
+        for number in range(len(members)):
+            row = amounts[members[number]]
+            own_s[number] = work_s(engine, row)
+            rest_s[number] = engine[BASE_S] * row[TOKENS] + row[TOOL_S]
+            tokens += row[TOKENS]
+            kv_tokens += row[KV]
+            all_work_s += own_s[number]
+            if rest_s[number] >= most_rest_s:
+                longest, most_rest_s = number, rest_s[number]
         ends_s = worked_s(engine, tokens, kv_tokens, all_work_s)
-        for index in members:
-            alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s[index]
-            others_s = all_work_s - own_s[index] - waits_s[index]
-            ends_s = max(
-                ends_s, waits_s[index] + path_s(alone_s, amounts[index, TOOL_S], max(others_s, 0.0))
-            )
+        # A path is at most `rest_s` and all the work. So after the one with most, hardly any other
+        # can end later, and only of these the root is computed.
+        for number in range(-1, len(members)):
+            at = number if number >= 0 else longest
+            if at < 0 or rest_s[at] + all_work_s <= ends_s:
+                continue
+            row = amounts[members[at]]
+            alone_s = engine[BASE_S] * row[TOKENS] + own_s[at]
+            others_s = max(all_work_s - own_s[at] - waits_s[at], 0.0)
+            ends_s = max(ends_s, waits_s[at] + path_s(alone_s, row[TOOL_S], others_s))
         times[sample] = ends_s
     return prompts_s
 
 
 @compiled
-def finish(engines: Floats, work: Work, placement: Indexes) -> tuple[Floats, Floats]:
+def finish(
+    engines: Floats, work: Work, placement: Indexes, reading: Indexes
+) -> tuple[Floats, Floats]:
     """Return times[engines, samples], seconds until each engine ends, and the seconds of each
-    engine's prompts. placement: index of an engine, -1 for none."""
-    m, n = len(engines), len(placement)
-    times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
+    engine's prompts. placement: index of an engine, -1 for none; reading: `reading_order`."""
+    m, n, samples = len(engines), len(placement), len(work.amounts)
+    times, prompts_s = np.zeros((m, samples)), np.zeros(m)
     if n == 0:
         return times, prompts_s
-    first, members = members_of(placement, reading_order(engines, work), m)
-    seen, waits_s, own_s = np.zeros(work.prompts.max() + 1, np.bool_), np.empty(n), np.empty(n)
+    first, members = members_of(placement, reading, m)
+    scratch, waits_s = make_scratch(work), np.zeros(n)
     for at in range(m):
         group = members[first[at] : first[at + 1]]
-        prompts_s[at] = end_engine(engines[at], work, group, seen, waits_s, own_s, times[at])
+        prompts_s[at] = read_prompts(engines[at], work, group, scratch)
+        for number in range(len(group)):
+            waits_s[group[number]] = scratch.waits_s[number]
+    loads, longest = np.zeros((m, LOAD_REST + 1)), np.zeros(m, np.int64)
+    memory = (waits_s, prompts_s, scratch, loads, longest)
+    for sample in range(samples):
+        end_all(engines, work.amounts[sample], placement, *memory)
+        times[:, sample] = loads[:, LOAD_ENDS]
+    for index in range(n):
+        if placement[index] >= 0 and work.contexts[index] > engines[placement[index], KV_TOKENS]:
+            times[placement[index], :] = np.inf
     return times, prompts_s
 
 
-@compiled
-def deal(
+@lean
+def end_all(
     engines: Floats,
-    work: Work,
+    amounts: Floats,
     placement: Indexes,
-    order: Indexes,
-    unit_of: Indexes,
-    allowed: Flags,
-) -> Indexes:
-    """Give the trajectories of `order` to the allowed engine that then ends first, one unit after
-    the other.
+    waits_s: Floats,
+    prompts_s: Floats,
+    scratch: Scratch,
+    loads: Floats,
+    longest: Indexes,
+) -> None:
+    """Write when each engine ends one sample to the column LOAD_ENDS of loads[engines]: as
+    `end_engine`, with memory read in its order, which is much faster for many trajectories.
 
-    unit_of: trajectories with the same number stay together; the first of a unit in `order` should
-    be its longest. A trajectory whose context fits no allowed engine stays where it is. Work at its
-    medians: one sample.
-    """
-    m, result = len(engines), placement.copy()
-    amounts = work.amounts[0]
-    dealt = np.zeros(len(placement), np.bool_)
-    units = 0
-    for index in order:
-        dealt[index] = True
-        units = max(units, unit_of[index] + 1)
-    there = prompts_there(work, np.where(dealt, -1, placement), m)
-    tokens, kv_tokens, all_work_s = np.zeros(m), np.zeros(m), np.zeros(m)
+    longest: scratch of a number for each engine."""
+    own_s, rest_s = scratch.own_s, scratch.rest_s
+    for at in range(len(engines)):
+        loads[at, :] = 0.0
+        loads[at, LOAD_WORK] = prompts_s[at]
+        longest[at] = -1
     for index in range(len(placement)):
         at = placement[index]
-        if at >= 0 and not dealt[index]:
-            if not there[at, work.prompts[index]]:
-                there[at, work.prompts[index]] = True
-                all_work_s[at] += prompt_s(engines[at], work.contexts[index])
-            tokens[at] += amounts[index, TOKENS]
-            kv_tokens[at] += amounts[index, KV]
-            all_work_s[at] += work_s(engines[at], amounts[index])
-    sums = np.zeros((units, PAIRS + 1))
-    contexts = np.zeros(units)
-    for index in order:
-        for column in range(PAIRS + 1):
-            sums[unit_of[index], column] += amounts[index, column]
-        contexts[unit_of[index]] = max(contexts[unit_of[index]], work.contexts[index])
-    engine_of = np.full(units, -1)
-    for index in order:
-        unit = unit_of[index]
-        if engine_of[unit] < 0:
-            best, least_s = -1, np.inf
-            for at in range(m):
-                engine = engines[at]
-                if not allowed[at] or contexts[unit] > engine[KV_TOKENS]:
-                    continue
-                unit_s = work_s(engine, sums[unit])
-                if not there[at, work.prompts[index]]:
-                    unit_s += prompt_s(engine, work.contexts[index])
-                done_s = worked_s(
-                    engine,
-                    tokens[at] + sums[unit, TOKENS],
-                    kv_tokens[at] + sums[unit, KV],
-                    all_work_s[at] + unit_s,
-                )
-                own_s = engine[BASE_S] * amounts[index, TOKENS] + work_s(engine, amounts[index])
-                others_s = all_work_s[at] + unit_s - work_s(engine, amounts[index])
-                ends_s = max(done_s, path_s(own_s, amounts[index, TOOL_S], others_s))
-                if ends_s < least_s:
-                    best, least_s = at, ends_s
-            if best < 0:
-                continue
-            engine_of[unit] = best
-            tokens[best] += sums[unit, TOKENS]
-            kv_tokens[best] += sums[unit, KV]
-            all_work_s[best] += work_s(engines[best], sums[unit])
-            if not there[best, work.prompts[index]]:
-                all_work_s[best] += prompt_s(engines[best], work.contexts[index])
-                there[best, work.prompts[index]] = True
-        result[index] = engine_of[unit]
-    return result
+        if at < 0:
+            continue
+        row = amounts[index]
+        own_s[index] = work_s(engines[at], row)
+        rest_s[index] = engines[at, BASE_S] * row[TOKENS] + row[TOOL_S]
+        loads[at, LOAD_TOKENS] += row[TOKENS]
+        loads[at, LOAD_KV] += row[KV]
+        loads[at, LOAD_WORK] += own_s[index]
+        if rest_s[index] >= loads[at, LOAD_REST]:
+            longest[at], loads[at, LOAD_REST] = index, rest_s[index]
+    for at in range(len(engines)):
+        load = loads[at]
+        load[LOAD_ENDS] = worked_s(engines[at], load[LOAD_TOKENS], load[LOAD_KV], load[LOAD_WORK])
+    for number in range(-len(engines), len(placement)):
+        index = number if number >= 0 else longest[-1 - number]
+        at = placement[index] if index >= 0 else -1
+        if at < 0 or rest_s[index] + loads[at, LOAD_WORK] <= loads[at, LOAD_ENDS]:
+            continue
+        alone_s = engines[at, BASE_S] * amounts[index, TOKENS] + own_s[index]
+        others_s = max(loads[at, LOAD_WORK] - own_s[index] - waits_s[index], 0.0)
+        end_s = waits_s[index] + path_s(alone_s, amounts[index, TOOL_S], others_s)
+        loads[at, LOAD_ENDS] = max(loads[at, LOAD_ENDS], end_s)
 
 
 @compiled
@@ -428,47 +489,64 @@ def savings_s(
 ) -> Floats:
     """Return for each trajectory in `moving` the seconds by which the later of its two engines ends
     earlier if it alone moves. Work at its medians; its prompt moves with its context."""
-    m, amounts = len(engines), work.amounts[0]
-    prompts_s = finish(engines, work, placement)[1]
-    by_engine = np.argsort(placement)
-    first = np.searchsorted(placement[by_engine], np.arange(m + 1))
-    result = np.zeros(len(moving))
+    m, n, amounts = len(engines), len(placement), work.amounts[0]
+    first, members = members_of(placement, np.arange(n), m)
+    prompts_s = finish(engines, work, placement, reading_order(engines, work))[1]
+    loads, own_s, rest_s = np.zeros((m, 3)), np.zeros(n), np.zeros(n)
+    for at in range(m):
+        loads[at, 2] = prompts_s[at]
+        for index in members[first[at] : first[at + 1]]:
+            own_s[index] = work_s(engines[at], amounts[index])
+            rest_s[index] = engines[at, BASE_S] * amounts[index, TOKENS] + amounts[index, TOOL_S]
+            add(loads[at], engines[at], amounts[index], 1.0)
+    before_s = np.zeros(m)
+    for at in range(m):
+        group = members[first[at] : first[at + 1]]
+        before_s[at] = end_s(engines[at], amounts, loads[at], group, own_s, rest_s, -1)
+    result, changed = np.zeros(len(moving)), np.zeros(3)
     for number in range(len(moving)):
         index, there = moving[number], targets[number]
         here = placement[index]
-        source = by_engine[first[here] : first[here + 1]]
-        target = by_engine[first[there] : first[there + 1]]
-        here_s, there_s = prompts_s[here], prompts_s[there]
-        before_s = max(
-            end_s(engines[here], amounts, here_s, source, -1, -1),
-            end_s(engines[there], amounts, there_s, target, -1, -1),
-        )
-        after_s = max(
-            end_s(engines[here], amounts, here_s, source, index, -1),
-            end_s(engines[there], amounts, there_s, target, -1, index),
-        )
-        result[number] = before_s - after_s
+        changed[:] = loads[here]
+        add(changed, engines[here], amounts[index], -1.0)
+        group = members[first[here] : first[here + 1]]
+        after_s = end_s(engines[here], amounts, changed, group, own_s, rest_s, index)
+        changed[:] = loads[there]
+        add(changed, engines[there], amounts[index], 1.0)
+        group = members[first[there] : first[there + 1]]
+        after_s = max(after_s, end_s(engines[there], amounts, changed, group, own_s, rest_s, -1))
+        work_there_s = work_s(engines[there], amounts[index])
+        alone_s = engines[there, BASE_S] * amounts[index, TOKENS] + work_there_s
+        own_path_s = path_s(alone_s, amounts[index, TOOL_S], max(changed[2] - work_there_s, 0.0))
+        result[number] = max(before_s[here], before_s[there]) - max(after_s, own_path_s)
     return result
+
+
+@inlined
+def add(loads: Floats, engine: Floats, amounts: Floats, sign: float) -> None:
+    """Add a trajectory to the tokens, KV and seconds of work of an engine, or take it away."""
+    loads[0] += sign * amounts[TOKENS]
+    loads[1] += sign * amounts[KV]
+    loads[2] += sign * work_s(engine, amounts)
 
 
 @compiled
 def end_s(
-    engine: Floats, amounts: Floats, prompts_s: float, members: Indexes, without: int, besides: int
+    engine: Floats,
+    amounts: Floats,
+    loads: Floats,
+    members: Indexes,
+    own_s: Floats,
+    rest_s: Floats,
+    without: int,
 ) -> float:
-    """Return when an engine ends its prompts and its members `without` one of them, or with one
-    `besides`; -1 for none."""
-    tokens = kv_tokens = ends_s = 0.0
-    all_work_s = prompts_s
-    for number in range(len(members) + 1):
-        index = members[number] if number < len(members) else besides
-        if index >= 0 and index != without:
-            tokens += amounts[index, TOKENS]
-            kv_tokens += amounts[index, KV]
-            all_work_s += work_s(engine, amounts[index])
-    for number in range(len(members) + 1):
-        index = members[number] if number < len(members) else besides
-        if index >= 0 and index != without:
-            own_s = work_s(engine, amounts[index])
-            alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s
-            ends_s = max(ends_s, path_s(alone_s, amounts[index, TOOL_S], all_work_s - own_s))
-    return max(ends_s, worked_s(engine, tokens, kv_tokens, all_work_s))
+    """Return when an engine ends these loads and the paths of its members but for one; -1 for none.
+
+    own_s, rest_s: of each trajectory on the engine where it is; see `end_engine`."""
+    ends_s = worked_s(engine, loads[0], loads[1], loads[2])
+    for index in members:
+        if index != without and rest_s[index] + loads[2] > ends_s:
+            alone_s = engine[BASE_S] * amounts[index, TOKENS] + own_s[index]
+            others_s = max(loads[2] - own_s[index], 0.0)
+            ends_s = max(ends_s, path_s(alone_s, amounts[index, TOOL_S], others_s))
+    return ends_s

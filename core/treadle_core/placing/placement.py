@@ -31,8 +31,7 @@ import numpy as np
 from treadle_core.compiled import Flags, Floats, Indexes, compiled, lean
 from treadle_core.model import CostModel
 from treadle_core.placing import paths
-from treadle_core.placing.candidates import best_placement, keep_most
-from treadle_core.placing.costs import Costs, Table, tabulate
+from treadle_core.placing.candidates import GoesOn, best_placement, keep_most, reads_little
 from treadle_core.placing.paths import number_kinds
 from treadle_core.placing.question import (
     MOST_LOG_SIGMA,
@@ -43,7 +42,7 @@ from treadle_core.placing.question import (
     check_fit,
     check_workload,
 )
-from treadle_core.placing.solver import group_costs, partition
+from treadle_core.placing.solver import Costs, Table, group_costs, partition, tabulate
 from treadle_core.placing.workload import SUM_KV, SUM_LENGTHS, SUM_PREFILL, Workspace
 
 # The q longest are tried for these many q, evenly in log q: each gives a valid bound, and
@@ -176,6 +175,7 @@ def plan(
     started: Flags | None = None,
     read: Flags | None = None,
     prompts: Indexes | None = None,
+    goes_on: GoesOn = reads_little,
 ) -> Plan:
     """Return the plan of least makespan, balanced beyond the bottleneck, so that no engine is idle
     needlessly.
@@ -187,7 +187,8 @@ def plan(
     `room_tokens`, what the cap leaves (inf without one), `observed_tokens` and `tool_s`, tokens and
     seconds of tools left (none: 0), `started`, whether a trajectory runs on its engine (none: those
     that have one), `read`, whether that has prefilled its context (none: of those that have
-    started), `prompts`, a number that samples of a prompt share (none: no two do). Raises
+    started), `prompts`, a number that samples of a prompt share (none: no two do), `goes_on`, how
+    long the search goes on. Raises
     NoEnginesError, InvalidEngineError, InvalidTrajectoryError (of which NothingFitsError: a context
     that no engine's KV holds).
     """
@@ -213,9 +214,8 @@ def plan(
         check_fit(contexts, check_engines(engines)[:, 4])
         factors = paths.sample_factors(np.arange(n), log_sigma, lengths, room_tokens)
         of = (lengths, contexts, observed_tokens, tool_s, started, read, prompts)
-        return _plan_paths(
-            engines, paths.work_of(*of, factors), paths.work_of(*of), current, bound=bound
-        )
+        samples, medians = paths.work_of(*of, factors), paths.work_of(*of)
+        return _plan_paths(engines, samples, medians, current, goes_on, bound=bound)
     costs = tabulate(model, lengths, contexts, current >= 0, engines, workspace)
     bounds, _ = partition(costs)
     engine_of = np.empty(len(costs.order), np.int64)
@@ -227,9 +227,8 @@ def plan(
     finish_s[engine_of_group] = cost_s
     translate(engine_of, engine_of_group)
     makespan_s = float(cost_s.max())
-    return Plan(
-        engine_of, finish_s, makespan_s, min(lower_bound(costs), makespan_s) if bound else None
-    )
+    bound_s = min(lower_bound(costs), makespan_s) if bound else None
+    return Plan(engine_of, finish_s, makespan_s, bound_s)
 
 
 def _plan_paths(
@@ -237,14 +236,17 @@ def _plan_paths(
     work: paths.Work,
     medians: paths.Work,
     current: Indexes,
+    goes_on: GoesOn,
     *,
     bound: bool,
 ) -> Plan:
     rows = paths.engine_rows(engines)
-    engine_of = best_placement(rows, paths.kinds_of(engines), work, medians, current)
-    finish_s = paths.finish(rows, medians, engine_of)[0][:, 0]
+    kinds = paths.kinds_of(engines)
+    engine_of = best_placement(rows, kinds, work, medians, current, goes_on)
+    reading = paths.reading_order(rows, medians)
+    finish_s = paths.finish(rows, medians, engine_of, reading)[0][:, 0]
     makespan_s = float(finish_s.max())
-    bound_s = min(paths.least_s(rows, medians), makespan_s) if bound else None
+    bound_s = min(paths.least_s(rows, kinds, medians), makespan_s) if bound else None
     return Plan(engine_of, finish_s, makespan_s, bound_s)
 
 

@@ -12,7 +12,14 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle_core.compiled import Flags, Floats, Indexes, compiled
-from treadle_core.placing.paths import Work, end_engine, members_of, prompt_weight, reading_order
+from treadle_core.placing.paths import (
+    Scratch,
+    Work,
+    end_engine,
+    make_scratch,
+    members_of,
+    prompt_weight,
+)
 
 MOST_TARGETS = 8  # engines that a trajectory may go to in one step: those that end first
 MOST_ALONE = 48  # trajectories of an engine that are tried alone, longest first
@@ -34,12 +41,10 @@ class Groups(NamedTuple):
     prompts_s: Floats
 
 
-class Scratch(NamedTuple):
-    """Memory of a search: scratch of `end_engine`, two groups, and the times of two engines."""
+class Memory(NamedTuple):
+    """Memory of a search: of `end_engine`, two groups, and the times of two engines."""
 
-    seen: Flags
-    waits_s: Floats
-    own_s: Floats
+    scratch: Scratch
     left: Indexes
     joined: Indexes
     source_s: Floats
@@ -47,21 +52,18 @@ class Scratch(NamedTuple):
 
 
 @compiled
-def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Indexes:
+def refine(engines: Floats, work: Work, placement: Indexes, free: Flags, order: Indexes) -> Indexes:
     """Return a placement that ends no later by the mean over samples. free: whether a trajectory
-    may go to another engine."""
+    may go to another engine; order: `reading_order`."""
     m, n, samples = len(engines), len(placement), len(work.amounts)
     result = placement.copy()
     if m < 2 or n == 0:
         return result
     prompts = work.prompts
-    order = reading_order(engines, work)
     rank = np.empty(n, np.int64)
     rank[order] = np.arange(n)
-    scratch = Scratch(
-        np.zeros(prompts.max() + 1, np.bool_),
-        np.empty(n),
-        np.empty(n),
+    memory = Memory(
+        make_scratch(work),
         np.empty(n, np.int64),
         np.empty(n, np.int64),
         np.zeros(samples),
@@ -69,13 +71,13 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
     )
     weight, spent = prompt_weight(engines, n), 0
     while spent < MOST_AMOUNTS:
-        groups = group_by_engine(engines, work, result, order, rank, scratch)
+        groups = group_by_engine(engines, work, result, order, rank, memory)
         spent += samples * n
         source, now_s = find_last(groups.times)
         group = groups.members[groups.first[source] : groups.first[source + 1]]
         least_s, target = now_s * (1.0 - LEAST_GAIN), -1
         moved, best = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
-        tried = np.zeros(len(scratch.seen), np.bool_)
+        tried = np.zeros(len(memory.scratch.seen), np.bool_)
         alone = 0
         for number in range(2 * len(group)):  # each with all free samples of its prompt, and alone
             index, together = group[number // 2], number % 2 == 0
@@ -91,7 +93,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
                 moved[other] = other == index or (
                     together and free[other] and prompts[other] == prompts[index]
                 )
-            mean_s, at, read = find_target(engines, work, groups, source, moved, weight, scratch)
+            mean_s, at, read = find_target(engines, work, groups, source, moved, weight, memory)
             spent += read
             if mean_s < least_s:
                 least_s, target = mean_s, at
@@ -106,7 +108,7 @@ def refine(engines: Floats, work: Work, placement: Indexes, free: Flags) -> Inde
 
 @compiled
 def group_by_engine(
-    engines: Floats, work: Work, placement: Indexes, order: Indexes, rank: Indexes, scratch: Scratch
+    engines: Floats, work: Work, placement: Indexes, order: Indexes, rank: Indexes, memory: Memory
 ) -> Groups:
     """Return the placement as groups by engine."""
     m = len(engines)
@@ -114,9 +116,7 @@ def group_by_engine(
     times, prompts_s = np.zeros((m, len(work.amounts))), np.zeros(m)
     for at in range(m):
         group = members[first[at] : first[at + 1]]
-        prompts_s[at] = end_engine(
-            engines[at], work, group, scratch.seen, scratch.waits_s, scratch.own_s, times[at]
-        )
+        prompts_s[at] = end_engine(engines[at], work, group, memory.scratch, times[at])
     return Groups(first, members, rank, times, prompts_s)
 
 
@@ -140,7 +140,7 @@ def find_target(
     source: int,
     moved: Flags,
     weight: float,
-    scratch: Scratch,
+    memory: Memory,
 ) -> tuple[float, int, int]:
     """Return where the moved trajectories of `source` should go: when the last engine then ends on
     average, with the change in prompts times `weight`; the engine; and how many amounts were
@@ -150,36 +150,35 @@ def find_target(
     kept = 0
     for index in group:
         if not moved[index]:
-            scratch.left[kept] = index
+            memory.left[kept] = index
             kept += 1
-    memory = (scratch.seen, scratch.waits_s, scratch.own_s)
-    left_s = end_engine(engines[source], work, scratch.left[:kept], *memory, scratch.source_s)
+    left_s = end_engine(engines[source], work, memory.left[:kept], memory.scratch, memory.source_s)
     read, least_s, best, targets = samples * kept, np.inf, -1, 0
     for target in np.argsort(groups.times.sum(axis=1)):
         if target == source or targets == MOST_TARGETS:
             continue
         targets += 1
         there = groups.members[groups.first[target] : groups.first[target + 1]]
-        count = merge(there, group, moved, groups.rank, scratch.joined)
+        count = merge(there, group, moved, groups.rank, memory.joined)
         joined_s = end_engine(
-            engines[target], work, scratch.joined[:count], *memory, scratch.target_s
+            engines[target], work, memory.joined[:count], memory.scratch, memory.target_s
         )
         read += samples * count
         prompts_s = (
             weight * (left_s + joined_s - groups.prompts_s[source] - groups.prompts_s[target]) / m
         )
-        mean_s = prompts_s + mean_last(groups.times, source, target, scratch)
+        mean_s = prompts_s + mean_last(groups.times, source, target, memory)
         if mean_s < least_s:
             least_s, best = mean_s, int(target)
     return least_s, best, read
 
 
 @compiled
-def mean_last(times: Floats, source: int, target: int, scratch: Scratch) -> float:
+def mean_last(times: Floats, source: int, target: int, memory: Memory) -> float:
     """Return the mean of when the last engine ends, with the new times of two of them."""
     total_s = 0.0
     for sample in range(times.shape[1]):
-        last_s = max(scratch.source_s[sample], scratch.target_s[sample])
+        last_s = max(memory.source_s[sample], memory.target_s[sample])
         for at in range(len(times)):
             if at not in (source, target):
                 last_s = max(last_s, times[at, sample])

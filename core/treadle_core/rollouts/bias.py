@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treadle_core.compiled import Floats
-from treadle_core.rollouts.selection import Candidate
+from treadle_core.rollouts.group import Candidate
 
 # Upper edges of bins. Lengths: eight a doubling, so a quantile is within 5%; up to a million tokens
 # and more.

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from treadle_core.rollouts.bias import BiasGuard
 from treadle_core.rollouts.buffer import SampleBuffer
-from treadle_core.rollouts.group import Group
+from treadle_core.rollouts.group import Candidate, Group
 from treadle_core.rollouts.length_cap import CapReport, CapState
 from treadle_core.rollouts.redundancy import LengthStatistics, allocate
-from treadle_core.rollouts.selection import Candidate
 from treadle_core.rollouts.spec import Cut, RolloutSpec
 
 FOLDED_KEPT = 1_000  # rollouts that are known to be counted; one is folded soon after it is over

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treadle_core.rollouts.selection import Candidate
+from treadle_core.rollouts.group import Candidate
 
 ROUNDING = 1e-9  # 1 - 0.95 is a little more than 0.05
 

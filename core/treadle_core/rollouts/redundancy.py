@@ -1,7 +1,7 @@
 """Choose how many samples of each prompt are started: DARTS' cost model, budget and allocation
 (§4.2, appendices A to C).
 
-More samples than are trained give a rule of `selection.py` something to choose from, and cost time.
+More samples than are trained give a rule of `group.py` something to choose from, and cost time.
 `LatencyCurve` and `rollout_cost_s` compute how much time (eq. 4), `find_budget` how many samples
 are worth it (eq. 6 to 9), and `allocate` shares them out among the prompts of a batch by the
 variance of their lengths (Alg. 1). `LengthStatistics` remembers those variances.

@@ -3,15 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from treadle_core.rollouts.group import DualEnd, FirstK, FirstMixed, Rule, ShortestFirst, darts_rule
 from treadle_core.rollouts.length_cap import CapPolicy, CutReward
-from treadle_core.rollouts.selection import (
-    DualEnd,
-    FirstK,
-    FirstMixed,
-    Rule,
-    ShortestFirst,
-    darts_rule,
-)
 
 
 class RuleName(Enum):

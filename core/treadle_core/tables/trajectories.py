@@ -32,8 +32,8 @@ FIRST_ROWS = 64
 # Columns: tokens left to sample, tokens of context now, seconds of tool calls left, number of the
 # engine, whether a plan may move it (PLANNED or NOT_PLANNED), number of its set of hardware tags, 1
 # where it has started, standard deviation of ln(tokens left), tokens that the cap leaves (inf
-# without one), tokens of tools' answers left, number of the prompt, 1 where its engine has
-# prefilled its context.
+# without one), tokens of tools' answers left, number of the prompt (two prompts share one once in
+# billions, which costs a plan a little accuracy), 1 where its engine has prefilled its context.
 TOKENS, CONTEXT, TOOL_S, ENGINE, MOVABLE, TAGS, STARTED, LOG_SIGMA, ROOM, OBSERVED, PROMPT, READ = (
     range(12)
 )
@@ -121,8 +121,8 @@ class LiveColumns:
     """Open trajectories as columns of numbers, so that a plan for thousands of them starts from
     arrays.
 
-    `TrajectoryTable` alone writes them, at each event, one row for each open trajectory; the rows
-    are in the order of opening. The row of a closed trajectory is never used again and keeps its
+    `TrajectoryTable` alone writes them, one row for each open trajectory; the rows are in the order
+    of opening. The row of a closed trajectory is never used again and keeps its
     id: when room runs out, the live rows get new numbers all at once in a new array of ids. So a
     holder of `ids` and some rows knows their trajectories.
     """
@@ -136,7 +136,6 @@ class LiveColumns:
         self._cells = np.zeros((FIRST_ROWS, ROW.size // 8))
         self._buffer = self._cells.data
         self._rows: dict[str, int] = {}
-        self._written: dict[str, Row] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -148,8 +147,6 @@ class LiveColumns:
 
     def put(self, trajectory_id: str, cells: Row) -> None:
         """Write the row of an open trajectory."""
-        if self._written.get(trajectory_id) == cells:
-            return
         row = self._rows.get(trajectory_id)
         if row is None:
             if self.used == len(self._cells):
@@ -157,14 +154,12 @@ class LiveColumns:
             row = self._rows[trajectory_id] = self.used
             self.ids[row] = trajectory_id
             self.used += 1
-        self._written[trajectory_id] = cells
         ROW.pack_into(self._buffer, row * ROW.size, *cells)
 
     def drop(self, trajectory_id: str) -> None:
         """Remove a trajectory, if it is here."""
         row = self._rows.pop(trajectory_id, None)
         if row is not None:
-            del self._written[trajectory_id]
             self._cells[row, MOVABLE] = CLOSED
 
     def row(self, trajectory_id: str) -> int:
@@ -186,8 +181,7 @@ class LiveColumns:
 class _Counted:
     """Contribution of one open trajectory to the tally of its engine. live: as in `change_live`.
     log_sigma: of its prediction, kept since most changes of a record leave the prediction as it was
-    and two logarithms at each are expensive. prompt_number: the same for all samples of a prompt;
-    two prompts share one once in billions, which costs a plan a little accuracy."""
+    and two logarithms at each are expensive."""
 
     engine_id: str
     tally: Tally
@@ -198,7 +192,6 @@ class _Counted:
     started: bool
     reserve: int
     prompt: tuple[str, int]  # its id and tokens
-    prompt_number: float
     prediction: Prediction | None = None
     log_sigma: float = 0.0
 
@@ -208,7 +201,9 @@ class TrajectoryTable:
     the job; to be read only."""
 
     def __init__(self, tuning: Tuning) -> None:
-        self.columns = LiveColumns()
+        self._columns = LiveColumns()
+        # open trajectories whose row is older than their record, in the order of their changes
+        self._changed_rows: dict[str, None] = {}
         self.open_of_job: Counter[str] = Counter()
         self._of_jobs = False  # whether `Tally.jobs` are kept
         self._tuning = tuning
@@ -336,9 +331,8 @@ class TrajectoryTable:
             tally.tokens += tokens
             tally.started += started
             prompt = (record.prompt_id, record.prompt_tokens)
-            number = float(zlib.crc32(record.prompt_id.encode("utf-8", "surrogatepass")))
             counted = _Counted(
-                engine_id, tally, record.job, None, tokens, live, started, reserve, prompt, number
+                engine_id, tally, record.job, None, tokens, live, started, reserve, prompt
             )
             tally.add(counted)
             if self._of_jobs:
@@ -349,32 +343,44 @@ class TrajectoryTable:
                 for other in self._counted.values():
                     self._add_to_job(other)
             self._on.setdefault(engine_id, {})[trajectory_id] = None
+        self._changed_rows[trajectory_id] = None
+
+    @property
+    def columns(self) -> LiveColumns:
+        """Return the open trajectories as columns, to be read only. Rows are written here, since
+        there are many changes between two plans."""
+        columns = self._columns
+        for trajectory_id in self._changed_rows:
+            columns.put(trajectory_id, self._make_row(trajectory_id))
+        self._changed_rows.clear()
+        return columns
+
+    def _make_row(self, trajectory_id: str) -> Row:
+        record, counted = self._records[trajectory_id], self._counted[trajectory_id]
         if counted.prediction is not record.prediction:
             counted.prediction, counted.log_sigma = record.prediction, log_sigma(record)
-        columns = self.columns
-        columns.put(
-            trajectory_id,
-            (
-                tokens,
-                record.context_tokens or record.prompt_tokens,
-                remaining_tool_s(record),
-                columns.engines.setdefault(engine_id, len(columns.engines)),
-                _planned_number(record),
-                columns.tags.setdefault(record.hardware_tags, len(columns.tags)),
-                float(started),
-                counted.log_sigma,
-                room_tokens(record),
-                remaining_observed_tokens(record),
-                counted.prompt_number,
-                float(started and record.finished_step_s is not None),
-            ),
+        columns = self._columns
+        return (
+            counted.tokens,
+            record.context_tokens or record.prompt_tokens,
+            remaining_tool_s(record),
+            columns.engines.setdefault(record.engine_id, len(columns.engines)),
+            _planned_number(record),
+            columns.tags.setdefault(record.hardware_tags, len(columns.tags)),
+            float(counted.started),
+            counted.log_sigma,
+            room_tokens(record),
+            remaining_observed_tokens(record),
+            float(zlib.crc32(record.prompt_id.encode("utf-8", "surrogatepass"))),
+            float(counted.started and record.finished_step_s is not None),
         )
 
     def _discount(self, trajectory_id: str) -> None:
         counted = self._counted.pop(trajectory_id, None)
         if counted is not None:
             self._leave(trajectory_id, counted)
-            self.columns.drop(trajectory_id)
+            self._columns.drop(trajectory_id)
+            self._changed_rows.pop(trajectory_id, None)
             self.open_of_job[counted.job] -= 1
             if not self.open_of_job[counted.job]:
                 del self.open_of_job[counted.job]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from treadle_core.model import CostModel, DecodeCurve
-from treadle_core.placing.costs import tabulate
 from treadle_core.placing.question import PlanEngine
+from treadle_core.placing.solver import tabulate
 
 from treadle_bench.placement.measure import aggregate, least_makespan
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.simulated import LoneEngine, engine, engine_step, trajectory
+from treadle_core.rollouts.group import Candidate, DualEnd, FirstK, ShortestFirst
 from treadle_core.rollouts.length_cap import CapPolicy
 from treadle_core.rollouts.redundancy import BudgetPolicy
-from treadle_core.rollouts.selection import Candidate, DualEnd, FirstK, ShortestFirst
 from treadle_sim.workloads.workload import TrajectoryWork
 
 from treadle_bench.shaping.asynchrony import Asynchronous, AsyncResult, AsyncSetting

@@ -25,8 +25,7 @@ from treadle_sim.allocation.plan import allocate
 from treadle_sim.cluster import Cluster, Latencies
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import Noisy, Siblings
-from treadle_sim.rollout import Setting, choose_cluster, engine_kinds, known_lengths
-from treadle_sim.systems import TREADLE
+from treadle_sim.systems import TREADLE, Setting, choose_cluster, engine_kinds, known_lengths
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.rollouts import ACCELERATOR, SMALL_SCALE, batch_for, setting_of, workloads

@@ -35,7 +35,7 @@ from treadle_sim.allocation.plan import (
     prepare,
 )
 from treadle_sim.engine_model import engine_model
-from treadle_sim.rollout import engine_kinds
+from treadle_sim.systems import engine_kinds
 from treadle_sim.workloads.parametric import WORKLOADS, make
 from treadle_sim.workloads.workload import TrajectoryWork, read_traces
 

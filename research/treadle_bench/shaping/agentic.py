@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from treadle_core.rollouts.selection import FirstK
+from treadle_core.rollouts.group import FirstK
 from treadle_sim.engine_model import engine_model
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.workload import TrajectoryWork, groups

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from treadle_core.rollouts.bias import BiasGuard
-from treadle_core.rollouts.selection import FirstK, FirstMixed, Rule
+from treadle_core.rollouts.group import FirstK, FirstMixed, Rule
 from treadle_sim.engine_model import EngineModel, engine_model
 
 from treadle_bench.shaping.population import PROMPT_TOKENS, Answers, Policy, make_prompts

@@ -27,6 +27,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 from treadle_core.rollouts.bias import BiasGuard
+from treadle_core.rollouts.group import Candidate, DualEnd, FirstK, FirstMixed, Rule, darts_rule
 from treadle_core.rollouts.length_cap import CapPolicy, CapState
 from treadle_core.rollouts.redundancy import (
     BudgetPolicy,
@@ -36,7 +37,6 @@ from treadle_core.rollouts.redundancy import (
     fit_latency,
     sample_cost_s,
 )
-from treadle_core.rollouts.selection import Candidate, DualEnd, FirstK, FirstMixed, Rule, darts_rule
 from treadle_sim.engine_model import EngineModel
 from treadle_sim.workloads.workload import TrajectoryWork
 

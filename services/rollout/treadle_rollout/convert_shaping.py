@@ -3,9 +3,8 @@ what is trained."""
 
 from treadle.rollout.v1 import rollout_pb2 as pb
 from treadle_core.rollouts.bias import BiasGuard, Pair
-from treadle_core.rollouts.group import Sample
+from treadle_core.rollouts.group import Candidate, Sample
 from treadle_core.rollouts.length_cap import CapPolicy, CapReport, CapState, CutReward, shape_reward
-from treadle_core.rollouts.selection import Candidate
 from treadle_core.rollouts.spec import Redundancy, RolloutSpec, RuleName, Selection
 from treadle_runtime.errors import InvalidArgument
 from treadle_runtime.fields import finite, non_negative, number_of, positive, require

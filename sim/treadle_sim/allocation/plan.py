@@ -26,9 +26,8 @@ from treadle_core.compiled import Indexes
 from treadle_core.model import CostModel, DecodeCurve
 from treadle_core.placing import paths
 from treadle_core.placing.candidates import best_placement
-from treadle_core.placing.costs import Costs, group_cost, tabulate
 from treadle_core.placing.question import PlanEngine, check_workload
-from treadle_core.placing.solver import partition
+from treadle_core.placing.solver import Costs, group_cost, partition, tabulate
 from treadle_core.refusals import CoreError
 
 from treadle_sim.allocation.search import lower_bound, search

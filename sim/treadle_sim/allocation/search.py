@@ -52,8 +52,8 @@ import numpy as np
 import numpy.typing as npt
 from treadle_core.compiled import Floats, Indexes, compiled
 from treadle_core.model import CostModel
-from treadle_core.placing.costs import Table, group_cost
 from treadle_core.placing.placement import costliest_alone
+from treadle_core.placing.solver import Table, group_cost
 from treadle_core.placing.workload import SUM_KV, SUM_PREFILL
 
 # Extensions of groups after which balancing ends and the rest stays as the last bisection left it:
