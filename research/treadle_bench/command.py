@@ -19,6 +19,7 @@ from treadle_cli.options import Model, Seed, Slots
 
 from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY
+from treadle_bench.asynchronous.measure import BENCH as ASYNC
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.console.measure import BENCH as CONSOLE
 from treadle_bench.control_plane.measure import BENCH as CONTROL_PLANE
@@ -76,6 +77,7 @@ BENCHES: Mapping[str, Bench] = {
         ),
         *(
             REAL,
+            ASYNC,
             TAIL,
             HEDDLE12,
             HEDDLE4,

@@ -9,12 +9,12 @@ in any order.
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,6 +38,8 @@ SLOTS = 100
 SMALL_SCALE = 0.25  # of GPUs and trajectories, where many seeds are played
 TRACES = "traces"  # name of the workload of --traces
 SETTINGS_CACHED = 4
+Task = TypeVar("Task", bound=Hashable)
+Result = TypeVar("Result")
 PARTS = ("prefill_s", "decode_s", "tool_s", "move_s")  # of a trajectory's time, beside its waiting
 
 
@@ -199,7 +201,14 @@ def _split_times(times: Times) -> dict[str, float]:
 
 
 async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dict[Job, Played]:
-    """Play the jobs, `options.workers` at a time. With one worker: in this process."""
+    """Play rollouts, as `play_each` does."""
+    return await play_each(jobs, play_job, options, what)
+
+
+async def play_each(
+    jobs: Iterable[Task], play: Callable[[Task], Result], options: BenchOptions, what: str
+) -> dict[Task, Result]:
+    """Play each of the jobs once, `options.workers` at a time. With one worker: in this process."""
     ahead = list(dict.fromkeys(jobs))
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -210,14 +219,14 @@ async def play_all(jobs: Iterable[Job], options: BenchOptions, what: str) -> dic
     with Progress(*columns, console=options.progress, transient=True) as progress:
         task = progress.add_task(what, total=len(ahead))
         if options.workers <= 1:
-            return {job: play_job(job) for job in progress.track(ahead, task_id=task)}
+            return {job: play(job) for job in progress.track(ahead, task_id=task)}
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(
             options.workers, mp_context=multiprocessing.get_context("spawn")
         ) as pool:
 
-            async def play_one(job: Job) -> Played:
-                played = await loop.run_in_executor(pool, play_job, job)
+            async def play_one(job: Task) -> Result:
+                played = await loop.run_in_executor(pool, play, job)
                 progress.advance(task)
                 return played
 

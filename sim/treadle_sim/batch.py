@@ -94,6 +94,9 @@ class StepListener(Protocol):
     def step_preempted(self, step: EngineStep) -> None:
         """Note that the step is back in the queue."""
 
+    def prefill_started(self, step: EngineStep) -> None:
+        """Note that the engine reads the context of the step, for the first time or again."""
+
     def step_finished(self, step: EngineStep) -> None:
         """Note that all tokens of the step are sampled."""
 

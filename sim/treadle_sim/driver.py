@@ -15,6 +15,7 @@ from treadle_core.controller import Controller
 from treadle_core.model import Outcome as Ending
 from treadle_core.model import Policy, Prediction, TicketRecord
 from treadle_core.planning import Planner
+from treadle_core.ranking import priorities
 from treadle_core.refusals import NoEngine
 from treadle_core.tuning import Tuning
 
@@ -25,6 +26,7 @@ from treadle_sim.engine_model import EngineModel
 from treadle_sim.migrator import Migrator
 from treadle_sim.outcome import Outcome, Progress, Span
 from treadle_sim.predictors import Predictor
+from treadle_sim.training import Training, TrainingPlan
 from treadle_sim.workloads.workload import Workload
 
 TICK_S = 0.5  # as the scheduler service ticks
@@ -35,7 +37,8 @@ STUCK_S = 300.0
 
 class Driver:
     """Driver of one rollout. call_tokens: most tokens of one call, longer turns take several; 0 for
-    no limit. paced: of the engines, see SimEngine. `log`, where given, receives every (time, event,
+    no limit. paced: of the engines, see SimEngine. training: groups begin as it says, instead of
+    all at once (`Training`). `log`, where given, receives every (time, event,
     actions) of the controller."""
 
     def __init__(
@@ -50,6 +53,7 @@ class Driver:
         paced: bool = True,
         planner: type[Planner] = Planner,
         record: bool = False,
+        training: TrainingPlan | None = None,
         log: Callable[[float, events.Event, Sequence[actions.Action]], None] | None = None,
     ) -> None:
         self._workload = workload
@@ -66,6 +70,7 @@ class Driver:
         self.controller = Controller(
             policy, replace(tuning, lease_ttl_s=float("inf")), planner=planner
         )
+        self._tuning = tuning
         self._preempt, self._paced = policy.preempt, paced
         self._finished: Counter[str] = Counter()  # samples that have all their tokens, by prompt
         self._engines = [
@@ -92,6 +97,9 @@ class Driver:
             self._send,
             self._disruptions.is_down,
         )
+        self.training = None if training is None else Training(training, workload, self._all, self)
+        # seconds of steps, and the tokens that they sampled
+        self._measured = (0.0, 0.0)
         self._left = len(self._all)
         self._events = 0
         self._idle_s = 0.0
@@ -103,12 +111,15 @@ class Driver:
             actions.StartMigration: self._migrator.start,
             actions.CancelMigration: self._migrator.cancel,
             actions.AnnounceClosed: self._announce_closed,
+            actions.AbortStep: self._abort_step,
         }
 
     def run(self) -> Outcome:
         """Simulate the rollout to its end. Raises RuntimeError if no engine ever takes some of the
         trajectories."""
         self._disruptions.schedule()
+        if self.training is not None:
+            return self._train(self.training)
         for progress in self._all:
             self._open(progress)
         self._timeline.after(TICK_S, self._tick)
@@ -125,6 +136,15 @@ class Driver:
         self._timeline.run(lambda: self._left > 0)
         if self._left:
             raise RuntimeError(f"{self._left} trajectories never ended: no engine takes them")
+        return self._outcome()
+
+    def _train(self, training: Training) -> Outcome:
+        self._timeline.after(TICK_S, self._tick)
+        training.begin()
+        self._timeline.run(lambda: not training.over)
+        return self._outcome()
+
+    def _outcome(self) -> Outcome:
         return Outcome(
             times=tuple(progress.times for progress in self._all),
             engine_busy_s=tuple(engine.busy_s for engine in self._engines),
@@ -177,7 +197,12 @@ class Driver:
         left = self._predictor.predict(progress.index, progress.turn, record.gen_tokens)
         prediction = Prediction(record.next_turn, record.gen_tokens, *left, model_version="sim")
         answer = events.PredictionArrived(record.trajectory_id, prediction)
-        self._timeline.after(self._latencies.predict_s, self._send, answer)
+        self._timeline.after(self._latencies.predict_s, self._take_prediction, progress, answer)
+
+    def _take_prediction(self, progress: Progress, answer: events.PredictionArrived) -> None:
+        self._send(answer)
+        if self.training is not None and not progress.is_closed:
+            self.training.note_prediction(progress)
 
     def _plan(self, ask: actions.AskPlan) -> None:
         self._timeline.after(self._latencies.plan_s, self._send, self._placement.plan(ask))
@@ -196,10 +221,56 @@ class Driver:
         progress.book_wait(self._timeline.now, self._record)
         self._timeline.after(self._latencies.rpc_s, self._submit, progress, engine, ticket)
 
-    # What the clients do.
+    def _abort_step(self, action: actions.AbortStep) -> None:
+        for step in self._engines[engine_index(action.address)].cancel([action.ticket_id]):
+            progress = self._all[step.index]
+            progress.book_step(step)
+            progress.times.gen_tokens += step.done
+
+    # What the clients do; a training asks for the public ones.
+
+    @property
+    def now(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._timeline.now
+
+    def after(self, delay_s: float, call: Callable[..., object], *arguments: object) -> None:
+        """Make a call later."""
+        self._timeline.after(delay_s, call, *arguments)
+
+    def begin(self, progress: Progress) -> None:
+        """Open a trajectory, and request its first step once its prediction can be there."""
+        self._open(progress)
+        wait_s = self._latencies.predict_s if self._predictor is not None else 0.0
+        self._timeline.after(wait_s + self._latencies.rpc_s, self._request, progress)
+
+    def abandon(self, progress: Progress) -> None:
+        """Close a trajectory that has not ended."""
+        progress.is_closed = True
+        progress.mark(self._timeline.now)
+        closing = (f"c{progress.index}", progress.trajectory_id, Ending.CANCELLED, None)
+        self._send(events.TrajectoryClosed(*closing, progress.client_times))
+
+    def rest(self, progress: Progress) -> tuple[float, float]:
+        """Return the median seconds that a trajectory still takes, by its prediction and the
+        measured seconds of a token, and the standard deviation of their logarithm; 0 without a
+        prediction."""
+        record = self.controller.trajectory(progress.trajectory_id)
+        seconds, tokens = self._measured
+        if record.prediction is None or not tokens:
+            return 0.0, 0.0
+        rest_s = priorities.remaining_s(record, seconds / tokens, self._tuning)
+        return rest_s, priorities.log_sigma(record)
+
+    def update_weights(self, pause_s: float) -> None:
+        """Give all engines new weights."""
+        self._disruptions.update_weights(pause_s)
+        seconds, tokens = self._measured
+        self._measured = 0.5 * seconds, 0.5 * tokens
 
     def _open(self, progress: Progress) -> None:
         work = progress.work
+        progress.marked_s = self._timeline.now
         self._send(
             events.TrajectoryOpened(
                 request_id=f"o{progress.index}",
@@ -214,6 +285,8 @@ class Driver:
         )
 
     def _request(self, progress: Progress, replaces: str = "", resumed_tokens: int = 0) -> None:
+        if progress.is_closed:
+            return
         progress.requests += 1
         progress.resumed_tokens = resumed_tokens
         progress.requested_s = self._timeline.now
@@ -237,6 +310,8 @@ class Driver:
             self._timeline.after(RETRY_S, self._request, progress, replaces, resumed_tokens)
 
     def _submit(self, progress: Progress, engine: int, ticket: TicketRecord) -> None:
+        if progress.is_closed:
+            return
         if self._disruptions.is_down(engine):  # the connection is refused
             self._timeline.after(
                 RETRY_S, self._request, progress, ticket.ticket_id, progress.resumed_tokens
@@ -267,14 +342,24 @@ class Driver:
         preempted = events.StepPreempted(trajectory_id, step.step_id, step.done, step.evicted_by)
         self._timeline.after(0.0, self._send, preempted)
 
+    def prefill_started(self, step: EngineStep) -> None:
+        """Note that the engine reads the context of a step."""
+        if self.training is not None:
+            self.training.note_prefill(self._all[step.index])
+
     def step_finished(self, step: EngineStep) -> None:
         """Finish the step after all its tokens are sampled."""
         self._timeline.after(0.0, self._finish_step, step)
 
     def _finish_step(self, step: EngineStep) -> None:
         progress = self._all[step.index]
+        if progress.is_closed:  # abandoned a moment ago
+            progress.times.gen_tokens += step.gen_tokens
+            return
         progress.book_step(step)
         times = step.times
+        seconds, tokens = self._measured
+        self._measured = seconds + times.total_s, tokens + step.gen_tokens
         progress.mark(self._timeline.now, times.total_s)
         call, context_tokens = progress.calls, progress.context_tokens
         turn_ends = progress.finish_call(step.gen_tokens)
@@ -303,11 +388,16 @@ class Driver:
             engine.note_finished(prompt_id)
 
     def _finish_tool(self, progress: Progress) -> None:
+        if progress.is_closed:
+            return
         progress.end_tool(self._timeline.now)
         self._send(events.ToolFinished(progress.trajectory_id))
         self._request(progress)
 
     def _close(self, progress: Progress) -> None:
+        if progress.is_closed:
+            return
+        progress.is_closed = True
         progress.times.finished_s = self._timeline.now
         progress.end_tool(self._timeline.now)
         self._left -= 1
@@ -322,6 +412,8 @@ class Driver:
         self._send(events.TrajectoryClosed(*closing, progress.client_times))
         # Kept here, since the controller forgets a closed trajectory after a while.
         progress.ledger = self.controller.trajectory(progress.trajectory_id).ledger
+        if self.training is not None:
+            self.training.note_end(progress)
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
         """Resume the steps of a failed engine: their clients' streams break, and they go on from
@@ -371,7 +463,7 @@ class Disruptions:
             self._timeline.at(failure.at_s, self._fail, failure.engine)
             self._timeline.at(failure.back_s, self._return, failure.engine)
         for update in self._cluster.weight_updates:
-            self._timeline.at(update.at_s, self._update_weights, update.pause_s)
+            self._timeline.at(update.at_s, self.update_weights, update.pause_s)
 
     def is_down(self, engine: int) -> bool:
         """Return whether the engine refuses calls."""
@@ -397,7 +489,8 @@ class Disruptions:
         self._lives[index] += 1
         self._register(index)
 
-    def _update_weights(self, pause_s: float) -> None:
+    def update_weights(self, pause_s: float) -> None:
+        """Stop all engines for new weights."""
         self._weight_version += 1
         for engine in self._engines:
             engine.pause(pause_s)

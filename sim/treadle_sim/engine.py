@@ -300,6 +300,7 @@ class SimEngine:
             kv_tokens += context
             step.book("queue", now)
             self._prefilling.append(step)
+            self._listener.prefill_started(step)
         if not self._prefilling:
             return False
         self._prefill_began_s = now

@@ -113,6 +113,7 @@ class Progress:
     lost: StepTimes = NO_TIMES
     marked_s: float = 0.0
     asks: bool = False
+    is_closed: bool = False
     ledger: Ledger | None = None
 
     @property

@@ -127,6 +127,9 @@ class SharedMesh:
                 found[job] += count * max(0.0, min(end_s, until_s) - max(begin_s, since_s))
         return found
 
+    def prefill_started(self, step: EngineStep) -> None:
+        """As `StepListener` has it: nothing here reads it."""
+
     def step_preempted(self, step: EngineStep) -> None:
         self.evictions += 1
 

@@ -79,6 +79,9 @@ class LoneEngine:
             finished=finished,
         )
 
+    def prefill_started(self, step: EngineStep) -> None:
+        """As `StepListener` has it: nothing here reads it."""
+
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted[step.step_id] = self.timeline.now
 

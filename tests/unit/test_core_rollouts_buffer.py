@@ -466,3 +466,19 @@ def test_a_group_never_keeps_more_than_k_and_settles_exactly_when_it_has_k_or_ev
         assert group.settled == (len(group.kept) == keep or group.received == keep + extra)
         assert group.settled or not was_settled
         assert verdict.group_settled == group.settled
+
+
+def test_a_group_is_dropped_whole_and_never_twice() -> None:
+    buffer = buffer_of(2, samples=2, keep=2)
+    hand_in(buffer, "a0")
+    dropped = buffer.decide_drop("p0", DropReason.LATE)
+    assert dropped is not None and dropped.dropped == ("a0",)
+    buffer.apply(dropped)
+    assert buffer.drop_reason_of("a0") is DropReason.LATE
+    assert buffer.groups["p0"].gone and buffer.decide_drop("p0", DropReason.LATE) is None
+    assert hand_in(buffer, "a1", index=1).drop_reason is DropReason.GROUP_SETTLED
+    hand_in(buffer, "b0", "p1")
+    hand_in(buffer, "b1", "p1", index=1)
+    batch = take(buffer, "b", 2)
+    assert batch is not None and batch.groups == (("p1", ("b0", "b1")),) and batch.exhausted
+    assert buffer.decide_drop("p1", DropReason.LATE) is None, "it is taken"

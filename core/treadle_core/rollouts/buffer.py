@@ -1,7 +1,7 @@
 """Sample buffer of one rollout: groups on their way from submission to training (RollArt's
 SampleBuffer).
 
-A prompt is sampled several times. Its group settles by its rule (`selection.py`), or once all
+A prompt is sampled several times. Its group settles by its rule (`group.py`), or once all
 samples are in, however many of them failed; samples that came and that the rule does not choose are
 dropped then. Once `keep_groups` groups have settled with samples, the others are withdrawn
 (redundant groups, RollArt §5.3). A trajectory keeps its first verdict; a sample that would be
@@ -111,7 +111,16 @@ class Aborted:
     tokens: int
 
 
-Event = Arrived | Advanced | Batch | Cancelled | Aborted
+@dataclass(frozen=True, slots=True)
+class GroupDropped:
+    """A group was dropped whole before it was taken. dropped: the samples that it had kept."""
+
+    prompt_id: str
+    reason: DropReason
+    dropped: tuple[str, ...]
+
+
+Event = Arrived | Advanced | Batch | Cancelled | Aborted | GroupDropped
 
 
 class GroupTooLargeError(Exception):
@@ -310,6 +319,14 @@ class SampleBuffer:
         )
         return Cancelled(tuple(dropped))
 
+    def decide_drop(self, prompt_id: str, reason: DropReason) -> GroupDropped | None:
+        """Return what dropping a group drops; None where it is taken or has nothing to lose any
+        more. Raises KeyError for an unknown prompt."""
+        group = self.groups[prompt_id]
+        if group.gone or self.over:
+            return None
+        return GroupDropped(prompt_id, reason, tuple(each.trajectory_id for each in group.kept))
+
     def apply(self, event: Event) -> None:
         """Apply an event that was decided on the present state."""
         self.revision += 1
@@ -328,6 +345,12 @@ class SampleBuffer:
             case Cancelled():
                 self.cancelled = True
                 self._drop(event.dropped, DropReason.CANCELLED)
+            case GroupDropped():
+                self._drop(event.dropped, event.reason)
+                group = self.groups[event.prompt_id]
+                group.revision = self.revision
+                if not group.settled:
+                    self._settle(group)
             case Aborted():
                 self.groups[event.prompt_id].aborted[event.trajectory_id] = event.tokens
 
@@ -349,10 +372,13 @@ class SampleBuffer:
         self._drop(own, DropReason.NOT_CHOSEN)
         self._drop([name for name in event.dropped if name not in own], DropReason.WITHDRAWN)
         if verdict.group_settled:
-            group.settled_order = self.settlements
-            self.settlements += 1
-            self.settled_total += 1
-            self.withdrawn = self._enough()
+            self._settle(group)
+
+    def _settle(self, group: Group) -> None:
+        group.settled_order = self.settlements
+        self.settlements += 1
+        self.settled_total += 1
+        self.withdrawn = self._enough()
 
     def _drop_stale(self, trajectory_ids: tuple[str, ...]) -> None:
         """Drop samples that grew too old, and open the groups again whose samples are replaced."""

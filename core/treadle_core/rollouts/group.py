@@ -210,6 +210,7 @@ class DropReason(Enum):
     NOT_CHOSEN = "not_chosen"  # by the rule of its group
     WITHDRAWN = "withdrawn"  # its group was not needed
     CUT = "cut"  # by a length cap that leaves such samples out
+    LATE = "late"  # its group would have ended too late for its weight version
 
 
 @dataclass(frozen=True, slots=True)

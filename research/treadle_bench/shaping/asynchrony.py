@@ -89,6 +89,9 @@ class Asynchronous:
             float(np.mean(self._behind)),
         )
 
+    def prefill_started(self, step: EngineStep) -> None:
+        """As `StepListener` has it: nothing here reads it."""
+
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it: nothing evicts here."""
 

@@ -3,7 +3,7 @@ settled.
 
 Engines are those of every other figure (`engine.SimEngine`): slots, KV, prefills and decodes. There
 is no controller: samples go to engines in turns and run first come, first served, as with the
-frameworks that are compared. A group's rule (`treadle_core.rollouts.selection`) says when it has
+frameworks that are compared. A group's rule (`treadle_core.rollouts.group`) says when it has
 settled; then its running samples are aborted. Once as many groups have settled as the step trains,
 the rest is aborted too.
 
@@ -15,7 +15,7 @@ batch-level interaction does.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from treadle_core.rollouts.selection import Candidate, Rule
+from treadle_core.rollouts.group import Candidate, Rule
 from treadle_sim.batch import EngineStep
 from treadle_sim.cluster import Timeline
 from treadle_sim.engine import SimEngine
@@ -113,6 +113,9 @@ class Round:
             self._abort(at, result)
         busy_s = tuple(engine.busy_s for engine in self._engines)
         return RoundResult(seconds, tuple(self._results), self._sampled_tokens, busy_s)
+
+    def prefill_started(self, step: EngineStep) -> None:
+        """As `StepListener` has it: nothing here reads it."""
 
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it: nothing evicts here."""

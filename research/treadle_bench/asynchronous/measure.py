@@ -1,0 +1,271 @@
+"""Asynchronous training: rollouts that never stop, for a trainer that takes batches of groups and
+publishes weights, with and without the two rules of `treadle_core.rollouts.pacing`.
+
+Groups of 8 samples of six workloads run on eight simulated engines of one H200 with SLOTS slots. A
+batch has two samples for each slot. `trainer`: its time to train one, over the time in which full
+engines decode one. A group is dropped, and its tokens are lost, once the weights are more than
+`bound` versions newer than those of its first prefill. `fill`: samples that may run or wait, for
+each slot. Each policy has the best of its fills; a baseline has no rules.
+
+Keys of a cell, means over `seeds`: `samples_h`: trained samples an hour. `neutral_h`: trained
+tokens an hour over the workload's mean length: samples alone would reward dropping long ones.
+`dropped_share`: of tokens. `staleness_mean`: versions. `bias`: mean length of trained samples over
+the workload's, less 1. `upper_neutral_h`: engines always full, nothing dropped, and no more than
+the trainer takes. `ratio_samples`, `ratio_neutral`: over the baseline that is best by that figure.
+`geomean_neutral_bound1`, `geomean_neutral_bound2`, `least_neutral`: of the policy SHIPPED.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any
+
+from treadle_core.rollouts.pacing import PaceRules
+from treadle_core.tuning import Tuning
+from treadle_sim.cluster import Cluster
+from treadle_sim.driver import Driver
+from treadle_sim.engine_model import engine_model
+from treadle_sim.predictors import make_predictor
+from treadle_sim.systems import LEAST_ATTAINED, SLIME, STICKY, TREADLE, System
+from treadle_sim.training import Trained, TrainingPlan
+from treadle_sim.workloads import parametric
+from treadle_sim.workloads.resample import resample
+from treadle_sim.workloads.workload import TrajectoryWork, Workload
+
+from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.public_traces import read_public
+from treadle_bench.rollouts import ACCELERATOR, play_each
+from treadle_bench.summary import rounded
+
+LLM = "Qwen3-14B"
+SOURCES = {
+    "swebench": "swebench_verified_mini_gemini3",
+    "claude_code": "claude_code_sessions_kvct",
+    "mcpmark": "mcpmark",
+    "tau": "tau_airline_gpt4o",
+}
+PARAMETRIC = ("math", "search")
+GPUS, SLOTS, GROUP = 8, 20, 8
+SAMPLES_A_SLOT = 2  # of a batch
+BOUNDS, TRAINERS = (1, 2, 4), (0.5, 1.0)
+BATCHES, WARM_UP = 10, 4
+# Groups that a workload must have, over those of its batches: the rest may be dropped.
+SPARE_GROUPS = 2.2
+SPARES = 3  # samples of a prompt that may replace others
+HOST_SHARE = 2.0
+ENDLESS = 1_000_000  # a bound that nothing misses
+GATES = {1: 1.8, 2: 2.2}  # none beyond, where nothing is to win
+LATE_Z = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run an asynchronous rollout. gated, late: which rules it has."""
+
+    name: str
+    system: System
+    fills: tuple[float, ...]
+    predictor: str = "none"
+    gated: bool = False
+    late: bool = False
+
+    def rules(self, bound: int) -> PaceRules:
+        gate = GATES.get(bound) if self.gated else None
+        return PaceRules(gate, LATE_Z if self.late and gate is not None else math.inf)
+
+
+BASELINES = (
+    Way("sticky", STICKY, (1.0, 2.0)),
+    Way("least_load", SLIME, (1.0, 2.0)),
+    Way("least_attained", LEAST_ATTAINED, (1.0, 2.0)),
+)
+SHIPPED = "gate"
+WAYS = (
+    Way("default_policy", TREADLE, (2.0,), "siblings"),
+    Way(SHIPPED, STICKY, (2.0,), gated=True),
+    Way("gate_late_siblings", STICKY, (2.0,), "siblings", gated=True, late=True),
+    Way("gate_late_noisy", STICKY, (2.0,), "noisy", gated=True, late=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One training. train_s: of a batch."""
+
+    trace: str
+    seed: int
+    data: Path | None
+    way: Way
+    fill: float
+    bound: int
+    train_s: float
+    batches: int = BATCHES
+
+
+async def measure(options: BenchOptions) -> dict[str, Any]:
+    """Without --data the two parametric workloads alone. --quick: one bound, few batches. Raises
+    PublicTraceError, OSError."""
+    traces = [*(SOURCES if options.data is not None else ()), *PARAMETRIC]
+    bounds, batches = (BOUNDS[:1], 3) if options.quick else (BOUNDS, BATCHES)
+    full = {
+        (trace, seed): Job(
+            trace, seed, options.data, Way("full", SLIME, (3.0,)), 3.0, ENDLESS, 0.0, batches
+        )
+        for trace in traces
+        for seed in options.seeds
+    }
+    upper = await play_each(full.values(), play_job, options, "full engines")
+    cells: list[dict[str, Any]] = []
+    for trace in traces:
+        for bound in bounds:
+            for trainer in TRAINERS:
+                best = {key: upper[job] for key, job in full.items() if key[0] == trace}
+                cells += await _play_cell(trace, bound, trainer, best, batches, options)
+    ratios = {
+        bound: [
+            cell["ratio_neutral"]
+            for cell in cells
+            if cell["policy"] == SHIPPED and cell["bound"] == bound
+        ]
+        for bound in bounds
+    }
+    return {
+        "accelerator": ACCELERATOR,
+        "model": LLM,
+        "engines": GPUS,
+        "slots": SLOTS,
+        "seeds": options.seeds,
+        "shipped": SHIPPED,
+        "cells": cells,
+        "least_neutral": min(min(of_bound) for of_bound in ratios.values()),
+        **{
+            f"geomean_neutral_bound{bound}": rounded(geometric_mean(of_bound))
+            for bound, of_bound in ratios.items()
+        },
+    }
+
+
+async def _play_cell(
+    trace: str,
+    bound: int,
+    trainer: float,
+    upper: Mapping[tuple[str, int], Trained],
+    batches: int,
+    options: BenchOptions,
+) -> list[dict[str, Any]]:
+    """The rows of all ways of one cell."""
+    jobs: dict[tuple[Way, float], list[Job]] = {
+        (way, fill): [
+            Job(trace, seed, options.data, way, fill, bound, trainer * one.step_s, batches)
+            for (_, seed), one in upper.items()
+        ]
+        for way in (*BASELINES, *WAYS)
+        for fill in way.fills
+    }
+    what = f"{trace}, bound {bound}, trainer {trainer:g}"
+    done = await play_each((job for some in jobs.values() for job in some), play_job, options, what)
+    rows = [
+        _row(trace, bound, trainer, way, fill, [done[job] for job in some])
+        for (way, fill), some in jobs.items()
+    ]
+    names = {way.name for way in BASELINES}
+    base = {
+        key: max(row[key] for row in rows if row["policy"] in names)
+        for key in ("samples_h", "neutral_h")
+    }
+    taken_h = SAMPLES_A_SLOT * GPUS * SLOTS * 3600.0
+    limit = fmean(min(one.neutral_h, taken_h / (trainer * one.step_s)) for one in upper.values())
+    for row in rows:
+        row["upper_neutral_h"] = rounded(limit)
+        row["ratio_samples"] = rounded(row["samples_h"] / base["samples_h"])
+        row["ratio_neutral"] = rounded(row["neutral_h"] / base["neutral_h"])
+    shipped = next(row for row in rows if row["policy"] == SHIPPED)
+    options.progress.print(f"{what}: {shipped['ratio_neutral']}", highlight=False)
+    return rows
+
+
+def _row(
+    trace: str, bound: int, trainer: float, way: Way, fill: float, found: Sequence[Trained]
+) -> dict[str, Any]:
+    return {
+        "trace": trace,
+        "bound": bound,
+        "trainer": trainer,
+        "fill": fill,
+        "policy": way.name,
+        **rounded(
+            {
+                "samples_h": fmean(one.samples_h for one in found),
+                "neutral_h": fmean(one.neutral_h for one in found),
+                "neutral_h_range": [fun(one.neutral_h for one in found) for fun in (min, max)],
+                "dropped_share": fmean(one.dropped_share for one in found),
+                "staleness_mean": fmean(one.staleness for one in found),
+                "bias": fmean(one.bias for one in found),
+            }
+        ),
+    }
+
+
+def play_job(job: Job) -> Trained:
+    """Play one training in this process."""
+    groups = SAMPLES_A_SLOT * SLOTS * GPUS // GROUP
+    prompts = math.ceil(groups * (job.batches + WARM_UP + 3) * SPARE_GROUPS)
+    now, before = _make_workload(job.trace, prompts, job.seed, job.data)
+    model = engine_model(LLM, ACCELERATOR, 1, SLOTS)
+    model = replace(model, host_kv_tokens=int(HOST_SHARE * model.kv_tokens))
+    plan = TrainingPlan(
+        groups,
+        job.train_s,
+        round(job.fill * SLOTS * GPUS),
+        job.bound,
+        job.batches,
+        WARM_UP,
+        spares=SPARES,
+        rules=job.way.rules(job.bound),
+    )
+    name, system = job.way.predictor, job.way.system
+    driver = Driver(
+        now,
+        Cluster((model,) * GPUS),
+        system.policy,
+        Tuning(),
+        None if name == "none" else make_predictor(name, now, job.seed, before),
+        call_tokens=system.call_tokens,
+        paced=system.paced,
+        training=plan,
+    )
+    driver.run()
+    assert driver.training is not None
+    return driver.training.result()
+
+
+@lru_cache(maxsize=2)
+def _make_workload(
+    trace: str, prompts: int, seed: int, data: Path | None
+) -> tuple[Workload, tuple[TrajectoryWork, ...]]:
+    """Return the groups of a training, none of which comes twice, and those of an earlier one."""
+    size = (prompts, GROUP + SPARES, seed)
+    if trace in PARAMETRIC:
+        now, before = (
+            parametric.make(trace, *size, epoch=epoch, llm=LLM.lower()) for epoch in (0, 1)
+        )
+    else:
+        assert data is not None
+        caps = {
+            "max_gen_tokens": parametric.MAX_GEN_TOKENS,
+            "max_context_tokens": parametric.MAX_CONTEXT_TOKENS,
+        }
+        works = read_public(SOURCES[trace], data)
+        now, before = (resample(works, *size, epoch=epoch, name=trace, **caps) for epoch in (0, 1))
+    return now, before.trajectories
+
+
+BENCH = Bench(
+    "async",
+    "Asynchronous training on simulated H200s: trained samples and tokens an hour by bound, "
+    "trainer and policy, on public traces with --data. Takes hours; --quick takes minutes.",
+    measure,
+)
