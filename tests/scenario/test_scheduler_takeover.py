@@ -46,6 +46,7 @@ SLOTS = 4  # of each of two engines: half of the steps wait for a ticket
 OBSERVED = 9
 DONE_S = 120.0
 CALL_S = 10.0
+LEAD_S = 5.0  # without a renewal, until another scheduler leads: more than a busy machine's pauses
 LEASE_S = 6.0  # of engines and of jobs: an old leader finds them overdue when it goes on
 SERVING, NOT_SERVING = (
     health_pb2.HealthCheckResponse.SERVING,
@@ -63,6 +64,7 @@ class Mesh:
         self._settings = {
             f"TREADLE_SCHEDULER_{name}": str(LEASE_S) for name in ("LEASE_TTL_S", "JOB_LEASE_S")
         }
+        self._settings["TREADLE_SCHEDULER_LEADER_TTL_S"] = str(LEAD_S)
         self._own: list[dict[str, str]] = []  # settings of each scheduler beside those of all
         self.schedulers: list[ServiceProcess] = []
         self.sidecars: list[ServiceProcess] = []

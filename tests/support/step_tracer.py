@@ -14,10 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from treadle_core.compiled import kernel_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("clients/python/treadle/", "core/", "runtime/", "services/")
 # How a kernel is called: only where no C++ compiler was there to compile it ahead of time.
 NOT_COUNTED = "core/treadle_core/compiled.py"
+
 # Where a leg ends: the file, the function, and the event that the controller gets there.
 TICKET_USED = ("services/sidecar/treadle_sidecar/servicer.py", "Generate", "")
 FACT_HEARD = ("core/treadle_core/controller.py", "on_event", "StepFinished")
@@ -56,6 +59,7 @@ class StepTracer:
         self.entries: list[Entry] = []
         # of the files that code objects name; empty for those that do not count
         self._names: dict[str, str] = {}
+        self._kernels = _find_kernels()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -89,6 +93,8 @@ class StepTracer:
         if kind != "call":
             return
         path = frame.f_code.co_filename
+        if (path, frame.f_code.co_name) in self._kernels:
+            return
         name = self._names.get(path)
         if name is None:
             name = self._names[path] = _name_of(path)
@@ -106,3 +112,12 @@ def _name_of(path: str) -> str:
         return ""
     name = file.relative_to(ROOT).as_posix()
     return name if name.startswith(PACKAGES) and name != NOT_COUNTED else ""
+
+
+def _find_kernels() -> set[tuple[str, str]]:
+    """The files and names of the core's kernels: numba reports those that it has compiled, and none
+    that was compiled ahead of time."""
+    modules = [each for name, each in sys.modules.items() if name.startswith("treadle_core.")]
+    found = (kernel_of(value) for module in modules for value in vars(module).values())
+    codes = (kernel.function.__code__ for kernel in found if kernel is not None)
+    return {(code.co_filename, code.co_name) for code in codes}
