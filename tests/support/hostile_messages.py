@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from treadle_runtime.identity import may_call
 
 MOST_ITEMS = 3  # of a repeated field
+SHOWN = 100  # characters of a message in a report; some take ten when they are shown
 OF_16 = (0, 1, 1, 2, 4, 16)  # how many of 16 fields of a message are hostile
 YEAR_2100_S = 4_102_444_800  # no ticket or deadline is over, whenever this runs
 
@@ -158,8 +159,10 @@ class Request:
     sealed: bool
 
     def __repr__(self) -> str:
+        """Return a text that is short also for a batch: where an example has failed, Hypothesis
+        warns of a long one, and that warning would be all that the test shows."""
         damaged = ", damaged" if self.damage else ""
-        return f"{self.rpc.name} as {self.kind}{damaged}: {str(self.message)[:2000]!r}"
+        return f"{self.rpc.name} as {self.kind}{damaged}: {str(self.message)[:SHOWN]!r}"
 
 
 @st.composite
