@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 LOOK_S = 0.5  # between two looks at the mesh
+COLLECTED_AFTER_S = (0.0, 5.0, 30.0)  # the garbage of a visit that is over
 AWAY: Final = "away"  # put into the queues of a visit that has ended
 
 
@@ -277,6 +278,8 @@ class MeshLink:
 
 
 def _collect_garbage(_: "asyncio.Task[None]") -> None:
-    """Free the calls of a visit that is over: some are parts of cycles, each keeps its connection
-    open, and a service collects garbage rarely."""
-    gc.collect()
+    """Free the calls of a visit that is over, now and later: some are parts of cycles, each keeps
+    its connection open, and a service collects garbage rarely. Requests of the visit that go on
+    without the mesh hold some of its calls until they end."""
+    for delay_s in COLLECTED_AFTER_S:
+        asyncio.get_running_loop().call_later(delay_s, gc.collect)
