@@ -23,8 +23,8 @@ from treadle_sim.workloads.workload import Workload
 
 
 class Admission(Enum):
-    """What is counted where a new group may begin: groups that are not complete, or samples that
-    are not."""
+    """A rule says whether a new group may begin. It counts the groups that are not complete, or the
+    samples that are not."""
 
     GROUPS = "groups"
     SAMPLES = "samples"
@@ -68,7 +68,7 @@ class Trained:
 
 
 class Clients(Protocol):
-    """What a training asks of the rollout's clients and engines."""
+    """A training calls these methods of the rollout, which stand for its clients and engines."""
 
     @property
     def now(self) -> float:

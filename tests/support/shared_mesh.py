@@ -128,7 +128,7 @@ class SharedMesh:
         return found
 
     def prefill_started(self, step: EngineStep) -> None:
-        """As `StepListener` has it: nothing here reads it."""
+        """Ignore the event, which nothing here needs."""
 
     def step_preempted(self, step: EngineStep) -> None:
         self.evictions += 1

@@ -80,7 +80,7 @@ class LoneEngine:
         )
 
     def prefill_started(self, step: EngineStep) -> None:
-        """As `StepListener` has it: nothing here reads it."""
+        """Ignore the event, which nothing here needs."""
 
     def step_preempted(self, step: EngineStep) -> None:
         self.preempted[step.step_id] = self.timeline.now

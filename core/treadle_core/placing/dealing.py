@@ -109,8 +109,8 @@ class Engines(NamedTuple):
 
 
 class Units(NamedTuple):
-    """What is dealt: the trajectories in their order, the unit of each, and by unit the engine (-1:
-    none yet), the sums of amounts, and the longest context."""
+    """Units to deal. order: trajectories as they are dealt. By trajectory: its unit. By unit: its
+    engine (-1 for none yet), the sums of amounts, and the longest context."""
 
     order: Indexes
     unit_of: Indexes

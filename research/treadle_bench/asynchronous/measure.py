@@ -37,16 +37,10 @@ from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.public_traces import read_public
+from treadle_bench.real.measure import HOST_SHARE, LLM, SOURCES
 from treadle_bench.rollouts import ACCELERATOR, play_each
 from treadle_bench.summary import rounded
 
-LLM = "Qwen3-14B"
-SOURCES = {
-    "swebench": "swebench_verified_mini_gemini3",
-    "claude_code": "claude_code_sessions_kvct",
-    "mcpmark": "mcpmark",
-    "tau": "tau_airline_gpt4o",
-}
 PARAMETRIC = ("math", "search")
 GPUS, SLOTS, GROUP = 8, 20, 8
 SAMPLES_A_SLOT = 2  # of a batch
@@ -55,7 +49,6 @@ BATCHES, WARM_UP = 10, 4
 # Groups that a workload must have, over those of its batches: the rest may be dropped.
 SPARE_GROUPS = 2.2
 SPARES = 3  # samples of a prompt that may replace others
-HOST_SHARE = 2.0
 ENDLESS = 1_000_000  # a bound that nothing misses
 GATES = {1: 1.8, 2: 2.2}  # none beyond, where nothing is to win
 LATE_Z = 0.5
@@ -112,7 +105,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     bounds, batches = (BOUNDS[:1], 3) if options.quick else (BOUNDS, BATCHES)
     full = {
         (trace, seed): Job(
-            trace, seed, options.data, Way("full", SLIME, (3.0,)), 3.0, ENDLESS, 0.0, batches
+            trace, seed, options.data, Way("full", STICKY, (3.0,)), 3.0, ENDLESS, 0.0, batches
         )
         for trace in traces
         for seed in options.seeds

@@ -90,7 +90,7 @@ class Asynchronous:
         )
 
     def prefill_started(self, step: EngineStep) -> None:
-        """As `StepListener` has it: nothing here reads it."""
+        """Ignore the event, which nothing here needs."""
 
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it: nothing evicts here."""

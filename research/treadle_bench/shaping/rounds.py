@@ -115,7 +115,7 @@ class Round:
         return RoundResult(seconds, tuple(self._results), self._sampled_tokens, busy_s)
 
     def prefill_started(self, step: EngineStep) -> None:
-        """As `StepListener` has it: nothing here reads it."""
+        """Ignore the event, which nothing here needs."""
 
     def step_preempted(self, step: EngineStep) -> None:
         """As `StepListener` has it: nothing evicts here."""
