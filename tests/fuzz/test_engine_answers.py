@@ -82,7 +82,7 @@ class Hostile:
         for result, reason in await asyncio.gather(*(self._step(name) for name in names)):
             self.ended[reason] += 1
             if reason == "OK":
-                result.require_whole()
+                result.require_whole(honest=False)
         await self._recover()
 
     async def ask(self, spoiled: Mapping[str, Spoil]) -> None:

@@ -28,12 +28,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(0)]
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FuzzedMesh]:
     arguments = {"enable_memory_saver": True}
-    async with secure_mesh(tmp_path_factory.mktemp("fuzzed"), arguments=arguments) as secure:
-        mesh = FuzzedMesh(secure, await secure.sealer())
-        await mesh.give_acme()
-        await mesh.settle()
-        yield mesh
-        await mesh.close()
+    with pytest.MonkeyPatch.context() as patched:
+        # Nobody closes what hostile requests open, so that they would take all sessions in time.
+        patched.setenv("TREADLE_TOOLS_SESSION_IDLE_S", "60")
+        async with secure_mesh(tmp_path_factory.mktemp("fuzzed"), arguments=arguments) as secure:
+            mesh = FuzzedMesh(secure, await secure.sealer())
+            await mesh.give_acme()
+            await mesh.settle()
+            yield mesh
+            await mesh.close()
 
 
 def rpcs_of(service: str) -> list[MethodDescriptor]:

@@ -306,6 +306,7 @@ class FuzzedMesh:
         )
         await self.ask("operator", weights)
         await self.ask(f"client-{OTHER}", scheduler.RenewJobRequest(job_id=self._acme_job))
+        await self._give_session(f"client-{OTHER}", self._names, "acme ")
         await self._give(f"client-{TENANT}", self._names, "")
 
     async def give_acme(self) -> None:
@@ -371,18 +372,21 @@ class FuzzedMesh:
             arguments_json=said,
         )
         name("reward", (await self.ask(identity, score)).reward.reward_id)
-        if f"<{whose}session>" not in names or not await self._is_open(
-            identity, names[f"<{whose}session>"]
-        ):
+        await self._give_session(identity, names, whose)
+        if not secret:
+            await self._give_services(names)
+
+    async def _give_session(self, identity: str, names: dict[str, str], whose: str) -> None:
+        """Open a session, unless the one that has the name is open."""
+        name = f"<{whose}session>"
+        if name not in names or not await self._is_open(identity, names[name]):
             session = tools.OpenSessionRequest(
                 request_id=_fresh(),
                 tool="frozen_lake",
                 arguments_json=LAKE,
-                trajectory_id=trajectory_id,
+                trajectory_id=names[f"<{whose}trajectory>"],
             )
-            name("session", (await self.ask(identity, session)).session.session_id)
-        if not secret:
-            await self._give_services(names)
+            names[name] = (await self.ask(identity, session)).session.session_id
 
     async def _give_services(self, names: dict[str, str]) -> None:
         names["<ticket>"] = f"{TENANT}::{_fresh()}"

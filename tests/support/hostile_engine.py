@@ -37,7 +37,7 @@ def spoils() -> st.SearchStrategy[Spoil]:
     """One way to spoil an answer or a stream."""
     return st.builds(
         lambda change, chunk, then, status: Spoil(change[0], change[1], chunk, then, status),
-        st.one_of(_replaced(), _removed(), _cut(), _twice(), _other()),
+        st.one_of(_replaced(), _removed(), _cut(), _twice(), _renamed(), _other()),
         st.integers(0, CHUNKS - 1),
         st.sampled_from(["rest", "rest", "end", "break"]),
         st.sampled_from([200] * 9 + STATUSES),
@@ -75,6 +75,17 @@ def _twice() -> st.SearchStrategy[tuple[Change, str]]:
     return st.just(
         (lambda answer: (data := json.dumps(answer).encode()) + b"\n\ndata: " + data, "twice")
     )
+
+
+def _renamed() -> st.SearchStrategy[tuple[Change, str]]:
+    """Other weights than the engine names at the end."""
+
+    def renamed(answer: Any) -> Any:
+        if isinstance(answer, dict) and "meta_info" in answer:
+            return {**answer, "meta_info": {**answer["meta_info"], "weight_version": "renamed"}}
+        return answer
+
+    return st.just((renamed, "other weights"))
 
 
 def _other() -> st.SearchStrategy[tuple[Change, str]]:

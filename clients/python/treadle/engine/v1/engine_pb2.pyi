@@ -201,7 +201,7 @@ class TokenChunk(google.protobuf.message.Message):
     offset: builtins.int
     """index of the first token within the step's output"""
     weight_version: builtins.str
-    """that sampled this chunk"""
+    """that sampled this chunk, unless StepFinished.version_spans say otherwise"""
     @property
     def token_ids(self) -> treadle.common.v1.tokens_pb2.TokenIds: ...
     @property
