@@ -30,7 +30,7 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fuzzed
     arguments = {"enable_memory_saver": True}
     with pytest.MonkeyPatch.context() as patched:
         # Nobody closes what hostile requests open, so that they would take all sessions in time.
-        patched.setenv("TREADLE_TOOLS_SESSION_IDLE_S", "60")
+        patched.setenv("TREADLE_TOOLS_SESSION_IDLE_S", "10")
         async with secure_mesh(tmp_path_factory.mktemp("fuzzed"), arguments=arguments) as secure:
             mesh = FuzzedMesh(secure, await secure.sealer())
             await mesh.give_acme()

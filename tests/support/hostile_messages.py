@@ -164,6 +164,10 @@ class Request:
         damaged = ", damaged" if self.damage else ""
         return f"{self.rpc.name} as {self.kind}{damaged}: {str(self.message)[:SHOWN]!r}"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show that text; else Hypothesis shows the fields of a dataclass."""
+        printer.text(repr(self))
+
 
 @st.composite
 def requests(draw: st.DrawFn, rpc: MethodDescriptor, words: Words) -> Request:
