@@ -202,6 +202,11 @@ class Policy:
 # The policy that a mesh starts with and that all published figures of Treadle are measured with
 # (ADR 0009).
 TREADLE_POLICY = Policy(reserve=True)
+# Where a trainer does not wait for the last trajectory, what is begun first should end first, and a
+# move saves nothing that somebody waits for (ADR 0078).
+ASYNCHRONOUS_POLICY = replace(
+    TREADLE_POLICY, ordering=Ordering.FCFS, placement=PlacementRule.STICKY, migrate=False
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from treadle_core.actions import AskPlan
 from treadle_core.compiled import Indexes
 from treadle_core.model import (
+    ASYNCHRONOUS_POLICY,
     TREADLE_POLICY,
     CostModel,
     Ordering,
@@ -271,6 +272,13 @@ TREADLE = System(
 )
 TREADLE_HOMOGENEOUS = replace(
     TREADLE, name="treadle-homogeneous", title="Treadle on engines of one degree", allocated=False
+)
+TREADLE_ASYNCHRONOUS = replace(
+    TREADLE_HOMOGENEOUS,
+    name="treadle-asynchronous",
+    title="Treadle for a trainer that does not wait: first come, first served, no moves",
+    policy=ASYNCHRONOUS_POLICY,
+    predictor="none",
 )
 TREADLE_WHOLE_TURNS = replace(
     TREADLE,

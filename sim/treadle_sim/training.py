@@ -101,6 +101,7 @@ class _Group:
     spares: list[Progress]
     left: int = field(init=False)
     version: int | None = None
+    began_s: float = 0.0  # when it was made
 
     def __post_init__(self) -> None:
         self.left = len(self.members)
@@ -135,6 +136,7 @@ class Training:
         self._dropped: list[tuple[float, int, DropReason]] = []
         self._replaced: list[tuple[float, int]] = []
         self._running = 0  # samples that have begun and not ended
+        self._is_waiting = False  # a batch is looked at again
 
     @property
     def over(self) -> bool:
@@ -149,14 +151,17 @@ class Training:
         """Note that an engine reads the prompt of a trajectory."""
         group = self._open.get(progress.work.prompt_id)
         if group is not None and group.version is None:
-            group.version = self._pace.version
+            group.version, group.began_s = self._pace.version, self._clients.now
 
     def note_end(self, progress: Progress) -> None:
         """Take over a trajectory that has ended."""
         group = self._open[progress.work.prompt_id]
         self._running -= 1
         group.left -= 1
-        self._pace.note_sample(self._clients.now - self._began_s.pop(progress.trajectory_id))
+        now = self._clients.now
+        self._pace.note_sample(now - self._began_s.pop(progress.trajectory_id))
+        if not group.left:
+            self._pace.note_group(now - group.began_s, ended=True)
         sample = Sample(
             progress.trajectory_id,
             group.prompt_id,
@@ -207,7 +212,11 @@ class Training:
             else:
                 running = sum(group.left > 0 for group in self._open.values())
                 full = (running + 1) * self._size > plan.in_flight
-            if full or not self._pace.room(len(self._open)):
+            of_use = sum(
+                group.version is None or not self._pace.is_lost(group.version)
+                for group in self._open.values()
+            )
+            if full or not self._pace.may_begin(of_use, self._clients.now):
                 return
             group = next(self._waiting, None)
             if group is None:
@@ -219,7 +228,7 @@ class Training:
 
     def _take(self) -> None:
         """Take a batch, if the trainer is free and enough groups are complete."""
-        if self._pace.is_training or self.over:
+        if self._pace.is_training or self.over or self._waits():
             return
         batch = self._buffer.decide_batch(
             f"b{len(self._taken)}", self._plan.batch_groups, wait=True
@@ -235,9 +244,33 @@ class Training:
         self._clients.after(self._plan.train_s, self._publish)
         self._drop_late()
 
+    def _waits(self) -> bool:
+        """Return whether the trainer waits with its batch, which is looked at again then."""
+        plan, now = self._plan, self._clients.now
+        running = [group for group in self._open.values() if group.left]
+        complete = len(self._open) - len(running)
+        if complete < plan.batch_groups:
+            return False
+        last_s = [
+            group.began_s
+            for group in running
+            if group.version is not None and self._pace.is_last_batch(group.version)
+        ]
+        idle = max(0.0, (plan.in_flight - self._running) / self._size)
+        wait_s = self._pace.wait_s(last_s, complete, idle, now)
+        if wait_s and not self._is_waiting:
+            self._is_waiting = True
+            self._clients.after(wait_s, self._look_again)
+        return wait_s > 0.0
+
+    def _look_again(self) -> None:
+        self._is_waiting = False
+        self._take()
+        self._fill()
+
     def _publish(self) -> None:
         """Publish the weights of the last batch, and drop what is too old for them."""
-        self._pace.note_published()
+        self._pace.note_published(self._clients.now)
         version = self._pace.version
         self._clients.update_weights(self._plan.pause_s)
         advanced = self._buffer.decide_version(version)
@@ -283,6 +316,8 @@ class Training:
 
     def _drop(self, group: _Group, reason: DropReason) -> None:
         del self._open[group.prompt_id]
+        if group.left and group.version is not None:
+            self._pace.note_group(self._clients.now - group.began_s, ended=False)
         for progress in group.members:
             if not progress.is_closed:
                 self._running -= 1

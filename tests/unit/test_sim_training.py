@@ -1,5 +1,5 @@
 """Asynchronous training in the simulator: batches of whole groups, weights that make groups too
-old, and the two rules that waste less."""
+old, and the rules that waste less."""
 
 import math
 from typing import Any
@@ -19,16 +19,16 @@ GROUP = 4
 ENDLESS = 1_000_000
 
 
-def works_of(prompts: int, samples: int = GROUP) -> list[TrajectoryWork]:
-    """Prompts of which every fifth has a sample ten times as long as the others; later samples are
-    short."""
+def works_of(prompts: int, samples: int = GROUP, longest: int = 2_000) -> list[TrajectoryWork]:
+    """Prompts of which every fifth has a sample ten times as long as the others, or as is said;
+    later samples are short."""
     return [
         TrajectoryWork(
             f"p{prompt}",
             sample,
             100,
             trajectory(
-                0, [(2_000 if prompt % 5 == 0 and sample == 1 else 200 + 10 * sample, 5, 0.5)] * 2
+                0, [(longest if prompt % 5 == 0 and sample == 1 else 200 + 10 * sample, 5, 0.5)] * 2
             ).steps,
         )
         for prompt in range(prompts)
@@ -46,7 +46,8 @@ def driver_of(prompts: int = 150, predictor: str = "none", **changed: Any) -> Dr
         "warm_up": 2,
         **changed,
     }
-    workload = Workload("w", tuple(works_of(prompts, GROUP + plan.get("spares", 0))))
+    works = works_of(prompts, GROUP + plan.get("spares", 0), plan.pop("longest", 2_000))
+    workload = Workload("w", tuple(works))
     return Driver(
         workload,
         Cluster((engine(slots=8),) * 2),
@@ -84,10 +85,25 @@ def test_groups_that_are_too_old_are_dropped_whole_and_none_is_trained() -> None
     assert len(left) <= 32 + GROUP, "nothing of a dropped group stays open"
 
 
-def test_groups_behind_the_gate_are_younger_and_fewer_of_them_are_too_old() -> None:
-    free, gated = train(), train(rules=PaceRules(gate=1.8))
-    assert gated.staleness < free.staleness
-    assert gated.dropped_share < free.dropped_share
+@pytest.mark.parametrize("bound", [1, 2])
+@pytest.mark.parametrize("train_s", [4.0, 12.0])
+def test_at_its_pace_a_rollout_trains_more_and_starves_long_samples_less(
+    bound: int, train_s: float
+) -> None:
+    plan = {"prompts": 400, "batches": 20, "longest": 600, "bound": bound, "train_s": train_s}
+    free, paced = train(**plan), train(**plan, rules=PaceRules(paced=True))
+    assert paced.dropped_share < 0.7 * free.dropped_share
+    assert paced.neutral_h > 1.04 * free.neutral_h
+    assert paced.bias > free.bias
+
+
+def test_at_its_pace_a_rollout_feeds_a_slow_trainer_and_starves_long_samples_less() -> None:
+    """The rollout could make three batches in the time of one."""
+    plan: dict[str, Any] = {"prompts": 600, "train_s": 30.0, "batches": 20, "bound": 2}
+    free, paced = train(**plan), train(**plan, rules=PaceRules(paced=True))
+    assert paced.step_s == free.step_s == pytest.approx(30.0), "the trainer never waits"
+    assert paced.dropped_share < free.dropped_share / 2
+    assert paced.bias > free.bias
 
 
 def test_late_samples_are_given_up_and_replaced() -> None:
@@ -125,7 +141,7 @@ def test_a_plan_that_cannot_be_played_is_refused() -> None:
 
 
 def test_the_same_plan_gives_the_same_figures() -> None:
-    rules = PaceRules(1.8, 0.5)
+    rules = PaceRules(paced=True, late_z=0.5)
     first, again = (train(predictor="noisy", rules=rules, spares=1) for _ in range(2))
     assert first == again
     assert not math.isnan(first.neutral_h)

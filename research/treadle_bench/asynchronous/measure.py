@@ -1,11 +1,13 @@
 """Asynchronous training: rollouts that never stop, for a trainer that takes batches of groups and
-publishes weights, with and without the two rules of `treadle_core.rollouts.pacing`.
+publishes weights, with and without the rules of `treadle_core.rollouts.pacing`.
 
 Groups of 8 samples of six workloads run on eight simulated engines of one H200 with SLOTS slots. A
 batch has two samples for each slot. `trainer`: its time to train one, over the time in which full
 engines decode one. A group is dropped, and its tokens are lost, once the weights are more than
 `bound` versions newer than those of its first prefill. `fill`: samples that may run or wait, for
-each slot. Each policy has the best of its fills; a baseline has no rules.
+each slot; `admission`: whether a group counts with all of its samples until the last has ended, or
+with those that have not. Each baseline has the best of its fills, and no rules; what ships has one
+fill for all cells.
 
 Keys of a cell, means over `seeds`: `samples_h`: trained samples an hour. `neutral_h`: trained
 tokens an hour over the workload's mean length: samples alone would reward dropping long ones.
@@ -29,8 +31,16 @@ from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.engine_model import engine_model
 from treadle_sim.predictors import make_predictor
-from treadle_sim.systems import LEAST_ATTAINED, SLIME, STICKY, TREADLE, System
-from treadle_sim.training import Trained, TrainingPlan
+from treadle_sim.systems import (
+    LEAST_ATTAINED,
+    PAUSING,
+    SLIME,
+    STICKY,
+    TREADLE,
+    TREADLE_ASYNCHRONOUS,
+    System,
+)
+from treadle_sim.training import Admission, Trained, TrainingPlan
 from treadle_sim.workloads import parametric
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
@@ -45,42 +55,43 @@ PARAMETRIC = ("math", "search")
 GPUS, SLOTS, GROUP = 8, 20, 8
 SAMPLES_A_SLOT = 2  # of a batch
 BOUNDS, TRAINERS = (1, 2, 4), (0.5, 1.0)
-BATCHES, WARM_UP = 10, 4
+BATCHES, WARM_UP = 10, 6
 # Groups that a workload must have, over those of its batches: the rest may be dropped.
 SPARE_GROUPS = 2.2
 SPARES = 3  # samples of a prompt that may replace others
 ENDLESS = 1_000_000  # a bound that nothing misses
-GATES = {1: 1.8, 2: 2.2}  # none beyond, where nothing is to win
-LATE_Z = 0.5
+FILL = 1.3  # of what ships
+FREE, PACED = PaceRules(), PaceRules(paced=True)
+PACED_LATE = PaceRules(paced=True, late_z=0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to run an asynchronous rollout. gated, late: which rules it has."""
+    """A way to run an asynchronous rollout. rules: see treadle_core.rollouts.pacing."""
 
     name: str
     system: System
-    fills: tuple[float, ...]
+    fills: tuple[float, ...] = (1.0, 2.0)
     predictor: str = "none"
-    gated: bool = False
-    late: bool = False
-
-    def rules(self, bound: int) -> PaceRules:
-        gate = GATES.get(bound) if self.gated else None
-        return PaceRules(gate, LATE_Z if self.late and gate is not None else math.inf)
+    admission: Admission = Admission.GROUPS
+    rules: PaceRules = FREE
 
 
+SAMPLES = Admission.SAMPLES
 BASELINES = (
-    Way("sticky", STICKY, (1.0, 2.0)),
-    Way("least_load", SLIME, (1.0, 2.0)),
-    Way("least_attained", LEAST_ATTAINED, (1.0, 2.0)),
+    Way("sticky", STICKY),
+    Way("sticky_samples", STICKY, (1.0,), admission=SAMPLES),
+    Way("least_load", SLIME),
+    Way("least_attained", LEAST_ATTAINED),
+    Way("pausing", PAUSING),
 )
-SHIPPED = "gate"
+SHIPPED = "paced"
+OURS = TREADLE_ASYNCHRONOUS
 WAYS = (
     Way("default_policy", TREADLE, (2.0,), "siblings"),
-    Way(SHIPPED, STICKY, (2.0,), gated=True),
-    Way("gate_late_siblings", STICKY, (2.0,), "siblings", gated=True, late=True),
-    Way("gate_late_noisy", STICKY, (2.0,), "noisy", gated=True, late=True),
+    Way("free", OURS, (FILL,), admission=SAMPLES),
+    Way(SHIPPED, OURS, (FILL,), admission=SAMPLES, rules=PACED),
+    Way("paced_late", OURS, (FILL,), "siblings", SAMPLES, PACED_LATE),
 )
 
 
@@ -105,7 +116,7 @@ async def measure(options: BenchOptions) -> dict[str, Any]:
     bounds, batches = (BOUNDS[:1], 3) if options.quick else (BOUNDS, BATCHES)
     full = {
         (trace, seed): Job(
-            trace, seed, options.data, Way("full", STICKY, (3.0,)), 3.0, ENDLESS, 0.0, batches
+            trace, seed, options.data, Way("full", STICKY), 3.0, ENDLESS, 0.0, batches
         )
         for trace in traces
         for seed in options.seeds
@@ -188,6 +199,7 @@ def _row(
         "bound": bound,
         "trainer": trainer,
         "fill": fill,
+        "admission": way.admission.value,
         "policy": way.name,
         **rounded(
             {
@@ -216,8 +228,9 @@ def play_job(job: Job) -> Trained:
         job.bound,
         job.batches,
         WARM_UP,
+        admission=job.way.admission,
         spares=SPARES,
-        rules=job.way.rules(job.bound),
+        rules=job.way.rules,
     )
     name, system = job.way.predictor, job.way.system
     driver = Driver(
