@@ -61,7 +61,8 @@ class JobClosed(Event):
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpened(Event):
-    """A client requests to open a trajectory. The driver makes an id where the client gave none."""
+    """A client requests to open a trajectory. The driver makes an id where the client gave none.
+    asynchronous: its trainer does not wait for the last trajectory."""
 
     request_id: str
     trajectory_id: str
@@ -74,6 +75,7 @@ class TrajectoryOpened(Event):
     hardware_tags: tuple[str, ...] = ()
     pinned_engine_id: str = ""
     job_id: str = ""
+    asynchronous: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -471,6 +471,7 @@ class TrajectoryRecord:
     hardware_tags: tuple[str, ...] = ()
     pinned_engine_id: str = ""
     job_id: str = ""
+    asynchronous: bool = False
     job: str = ""
     state: TrajectoryState = TrajectoryState.IDLE
     engine_id: str = ""

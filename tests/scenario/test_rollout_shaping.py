@@ -205,6 +205,37 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
     assert sorted([*taken, *(group.prompt_id for group in last.groups)]) == sorted(begun)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_a_trainer_that_may_be_behind_and_bounds_open_groups_is_served_first_come(
+    mesh: Mesh, max_staleness: int
+) -> None:
+    """Each agent takes two turns.
+
+    Result: with a tolerance of a version, a trajectory keeps its place in the queue.
+    """
+
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        await one_turn(trajectory, prompt)
+        return await one_turn(trajectory, prompt)
+
+    await mesh.client.rollout(
+        PROMPTS,
+        agent,
+        samples_per_prompt=1,
+        max_staleness=max_staleness,
+        shaping=treadle.Shaping(max_open_groups=len(PROMPTS)),
+    )
+    tickets = [
+        call.request.ticket
+        for engine in mesh.engines
+        for call in engine.calls
+        if call.method == "Generate"
+    ]
+    assert len(tickets) == 2 * len(PROMPTS)
+    places = {(ticket.trajectory_id, ticket.priority) for ticket in tickets}
+    assert (len(places) == len(PROMPTS)) == (max_staleness > 0)
+
+
 async def test_samples_that_are_too_old_are_replaced_so_that_every_batch_is_whole(
     mesh: Mesh,
 ) -> None:

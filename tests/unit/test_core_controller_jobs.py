@@ -5,7 +5,15 @@ import pytest
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
 from treadle_core import events as ev
-from treadle_core.model import Ordering, PlacementRule, Policy, TicketStatus, TrajectoryState
+from treadle_core.model import (
+    ASYNCHRONOUS_POLICY,
+    TREADLE_POLICY,
+    Ordering,
+    PlacementRule,
+    Policy,
+    TicketStatus,
+    TrajectoryState,
+)
 from treadle_core.refusals import (
     BadField,
     JobNotFound,
@@ -244,6 +252,19 @@ def test_a_job_has_its_weight_and_its_own_policy_and_its_tickets_carry_the_weigh
         assert scenario.open(job_id, job_id=job_id).policy == policy
         ticket = scenario.step(job_id, 0)
         assert (ticket.job, ticket.weight) == (job, weight)
+
+
+def test_trajectories_whose_trainer_does_not_wait_go_first_come_first_served() -> None:
+    """Unless somebody has chosen a policy: the job, or an operator."""
+    scenario = Scenario(TREADLE_POLICY, TUNING, engines=["e0"])
+    scenario.send(ev.JobOpened("o1", "j1", "run", policy=FCFS))
+    scenario.send(ev.JobOpened("o2", "j2"))
+    assert scenario.open("t1", asynchronous=True).policy == ASYNCHRONOUS_POLICY
+    assert scenario.open("t2", job_id="j2", asynchronous=True).policy == ASYNCHRONOUS_POLICY
+    assert scenario.open("t3").policy == TREADLE_POLICY
+    assert scenario.open("t4", job_id="j1", asynchronous=True).policy == FCFS
+    scenario.send(ev.PolicySet(Policy()))
+    assert scenario.open("t5", asynchronous=True).policy == Policy()
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -163,6 +163,7 @@ class Client(FleetCalls):
         max_total_tokens: int = 0,
         hardware_tags: Sequence[str] = (),
         pinned_engine_id: str = "",
+        asynchronous: bool = False,
         on_change: OnChange | None = None,
     ) -> Trajectory:
         """Open a trajectory.
@@ -170,9 +171,10 @@ class Client(FleetCalls):
         prompt: token ids, at least one. max_total_tokens: cap on generated tokens of all turns, 0
         for none. hardware_tags: only engines that carry all of them run it; while none does, its
         steps wait, and once that is so for MISSING_TAGS_S of the scheduler (180 s) they raise
-        NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and never migrate. on_change: called after
-        each step and tool call. Errors: TypeError, ValueError; TreadleError INVALID_ARGUMENT with
-        field_violations.
+        NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and never migrate. asynchronous: its
+        trainer takes groups as they end, so that trajectories go first come, first served and do
+        not move. on_change: called after each step and tool call. Errors: TypeError, ValueError;
+        TreadleError INVALID_ARGUMENT with field_violations.
         """
         prompt = checked_ids("prompt", prompt)
         if isinstance(hardware_tags, str):  # it is a sequence too: of its letters
@@ -189,6 +191,7 @@ class Client(FleetCalls):
             max_total_tokens=max_total_tokens,
             hardware_tags=hardware_tags,
             pinned_engine_id=pinned_engine_id,
+            asynchronous=asynchronous,
         )
 
         async def admit() -> Trajectory:

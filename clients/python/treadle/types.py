@@ -104,7 +104,9 @@ class Shaping:
     vary more get more of them, samples_per_prompt at most; 0 for as many of each prompt (DARTS,
     section 4.2). keep_groups: the rollout ends with so many groups (RollArt, section 5.3).
 
-    max_open_groups: how far rollouts run ahead: groups begun and not yet taken by a trainer.
+    max_open_groups: how far rollouts run ahead: groups begun and not yet taken by a trainer. With a
+    max_staleness of 1 or more the trainer does not wait for the last trajectory: they go first
+    come, first served, and do not move.
     replace_stale: run one more sample for each kept one that grows too old under max_staleness; the
     rollout lasts until all of its groups are taken.
 

@@ -4,7 +4,16 @@ from dataclasses import fields, replace
 
 from treadle_core import actions as act
 from treadle_core.events import ClosedAnnounced, GroupSettled, TrajectoryClosed, TrajectoryOpened
-from treadle_core.model import Outcome, TrajectoryRecord, TrajectoryState, copy_with
+from treadle_core.model import (
+    ASYNCHRONOUS_POLICY,
+    TREADLE_POLICY,
+    JobRecord,
+    Outcome,
+    Policy,
+    TrajectoryRecord,
+    TrajectoryState,
+    copy_with,
+)
 from treadle_core.refusals import (
     EngineNotFound,
     RequestIdReused,
@@ -55,7 +64,7 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
         )
     record = TrajectoryRecord(
         **values,
-        policy=(job.policy if job is not None else None) or state.policy,
+        policy=_policy_of(state, job, event),
         job=job.name if job is not None else "",
         opened_s=now,
         open_request_id=event.request_id,
@@ -82,6 +91,15 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
     ):  # it had ended, and is held again
         actions.append(act.SaveJob(held))
     return actions
+
+
+def _policy_of(state: State, job: JobRecord | None, event: TrajectoryOpened) -> Policy:
+    """Return the job's policy, else the mesh's. Where nobody has chosen that one, it follows from
+    whether the trainer waits for the last trajectory."""
+    if job is not None and job.policy is not None:
+        return job.policy
+    chosen = state.policy != TREADLE_POLICY
+    return ASYNCHRONOUS_POLICY if event.asynchronous and not chosen else state.policy
 
 
 def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[act.Action]:

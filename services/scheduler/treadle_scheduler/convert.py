@@ -126,6 +126,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
         hardware_tags=tags_of("hardware_tags", request.hardware_tags),
         pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
         job_id=optional_identifier("job_id", request.job_id),
+        asynchronous=request.asynchronous,
     )
 
 

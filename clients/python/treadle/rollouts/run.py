@@ -360,6 +360,7 @@ class RolloutRun:
             max_total_tokens=self._cap_tokens,
             hardware_tags=self._tags(prompt, sample),
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
+            asynchronous=bool(self._spec.max_open_groups) and self._spec.max_staleness > 0,
             on_change=self._report,
         )
         self._report(trajectory, "opened")

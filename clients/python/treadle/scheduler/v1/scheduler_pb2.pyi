@@ -647,6 +647,7 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     HARDWARE_TAGS_FIELD_NUMBER: builtins.int
     PINNED_ENGINE_ID_FIELD_NUMBER: builtins.int
     JOB_ID_FIELD_NUMBER: builtins.int
+    ASYNCHRONOUS_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     """optional; minted by the scheduler when empty"""
@@ -664,6 +665,10 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     """run here and do not migrate (the pinned baseline); optional"""
     job_id: builtins.str
     """of OpenJob; without one, the trajectory is closed after hours without any request about it"""
+    asynchronous: builtins.bool
+    """Its trainer takes groups as they end and does not wait for the last one: first come, first served, and no moves. A job's own
+    policy, and one that an operator has set, go before it.
+    """
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """for the deadline objective; optional"""
@@ -686,9 +691,10 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
         hardware_tags: collections.abc.Iterable[builtins.str] | None = ...,
         pinned_engine_id: builtins.str = ...,
         job_id: builtins.str = ...,
+        asynchronous: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deadline", b"deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["deadline", b"deadline", "hardware_tags", b"hardware_tags", "job_id", b"job_id", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "deadline", b"deadline", "hardware_tags", b"hardware_tags", "job_id", b"job_id", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___OpenTrajectoryRequest: typing_extensions.TypeAlias = OpenTrajectoryRequest
 
