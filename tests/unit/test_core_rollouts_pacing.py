@@ -77,11 +77,12 @@ def test_a_batch_waits_for_groups_that_no_later_batch_may_take() -> None:
     assert pace.is_last_batch(1) and not pace.is_last_batch(2)
     assert not pace.is_lost(1) and pace.is_lost(0)
     assert pace.wait_s([], 10, 0.0, 200.0) == 0.0, "there are none"
-    # It has run for 70 s of 80 that the longer kind takes.
-    assert 0.0 < pace.wait_s([130.0], 10, 0.0, 200.0) < 10.0
-    assert pace.wait_s([130.0], 10, 20.0, 200.0) == 0.0, "too many slots are idle"
-    assert pace.wait_s([130.0], 20, 0.0, 200.0) == 0.0, "the next batch is complete too"
-    assert pace.wait_s([100.0], 10, 0.0, 200.0) == 0.0, "it has run for longer than any that ended"
+    # Each has run for 70 s of 80 that the longer kind takes.
+    assert 0.0 < pace.wait_s([130.0] * 4, 10, 0.0, 200.0) < 10.0
+    assert pace.wait_s([130.0], 10, 0.0, 200.0) == 0.0, "a tenth of the work of a batch"
+    assert pace.wait_s([130.0] * 4, 10, 60.0, 200.0) == 0.0, "too many slots are idle"
+    assert pace.wait_s([130.0] * 4, 20, 0.0, 200.0) == 0.0, "the next batch is complete too"
+    assert pace.wait_s([100.0] * 4, 10, 0.0, 200.0) == 0.0, "longer than any that has ended"
     take(pace, 200.0, train_s=None)
     assert pace.is_lost(1), "the batch that it could be in is taken"
 

@@ -10,9 +10,10 @@ the last batch that it may be in, all its work is lost. Three rules lose less:
   only where its work is as likely to be trained as that of one that begins with the next weights,
   the time in between counted as lost. Groups that begin while a batch is trained are a version
   older than those that begin just behind it.
-- Wait: a batch that is complete is given a little later, as long as running groups that can be in
-  no later batch are likely to end, their work weighed against the slots that are idle meanwhile. It
-  waits no more once the batch behind it is complete too: then the rollout waits for the trainer.
+- Wait: where much of the work is in running groups that can be in no later batch, a complete batch
+  is given a little later, as long as they are likely to end, weighed against the slots that are
+  idle meanwhile. It waits no more once the batch behind it is complete too: then the rollout waits
+  for the trainer.
 - Late: a sample is given up as soon as its rest, as predicted and shortened by `late_z` standard
   deviations, misses the last batch that its group's version allows. Another sample of the prompt
   takes its place where a typical one still ends in time. Else the group is dropped whole, so that
@@ -39,6 +40,9 @@ LEAST_GROUPS = 8  # that have ended before their seconds say anything
 # An idle slot loses this share of its work: the others decode faster meanwhile. 0.3 to 1 gave equal
 # figures on three workloads.
 IDLE = 0.5
+# Share of the work of a batch and of groups that it waits for, below which it does not wait: the
+# trainer's time is worth more.
+STAKE = 0.2
 MOST_BATCHES = 2  # that are complete before the trainer is what the rollout waits for
 HORIZONS = (0.03, 0.06, 0.12, 0.25, 0.5)  # of a wait, in intervals of batches
 LOOK_AGAIN = 0.02  # intervals until a batch that waits is looked at again
@@ -188,6 +192,10 @@ class Pace:
             or not self._groups.is_known
             or complete_groups >= MOST_BATCHES * self._batch_groups
         ):
+            return 0.0
+        at_stake_s = sum(now - each for each in began_s)
+        batch_s = self._groups.work_s(math.inf) * self._batch_groups
+        if at_stake_s <= STAKE * (at_stake_s + batch_s):
             return 0.0
         for share in HORIZONS:
             wait_s = share * self._interval_s
