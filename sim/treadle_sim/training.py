@@ -93,15 +93,15 @@ class Clients(Protocol):
 
 @dataclass
 class _Group:
-    """A group that has begun. spares: samples that have not. version: of the weights of its first
-    prefill, None before it."""
+    """A group that has begun. spares: samples that have not. version, began_s: weights and time of
+    its first prefill; None and 0 before it."""
 
     prompt_id: str
     members: list[Progress]
     spares: list[Progress]
     left: int = field(init=False)
     version: int | None = None
-    began_s: float = 0.0  # when it was made
+    began_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.left = len(self.members)
@@ -136,7 +136,7 @@ class Training:
         self._dropped: list[tuple[float, int, DropReason]] = []
         self._replaced: list[tuple[float, int]] = []
         self._running = 0  # samples that have begun and not ended
-        self._is_waiting = False  # a batch is looked at again
+        self._is_waiting = False  # for the moment to look at a complete batch again
 
     @property
     def over(self) -> bool:
@@ -245,7 +245,7 @@ class Training:
         self._drop_late()
 
     def _waits(self) -> bool:
-        """Return whether the trainer waits with its batch, which is looked at again then."""
+        """Return whether a complete batch waits for groups; if so, look at it again later."""
         plan, now = self._plan, self._clients.now
         running = [group for group in self._open.values() if group.left]
         complete = len(self._open) - len(running)

@@ -56,7 +56,7 @@ def test_without_a_version_of_tolerance_nothing_begins_while_a_batch_is_trained(
 
 
 def test_a_group_that_would_miss_its_last_batch_begins_with_the_next_weights() -> None:
-    """Of two versions after 140 s the last batch is taken at 400 s, of later ones at 500 s."""
+    """The trainer takes a batch each 100 s and publishes its weights 40 s later."""
     pace = measured()
     take(pace, 200.0, train_s=None)
     assert pace.last_take_s(2, 200.0) == 300.0

@@ -2,18 +2,17 @@
 too late to be trained.
 
 The rollout never stops. A trainer takes a batch of complete groups, trains it while the rollout
-goes on, and publishes new weights, one version a batch. A group is of use while the weights are at
-most `bound` versions newer than those that its first token was sampled with (RollArt §5.3): behind
-the last batch that it may be in, all its work is lost. Three rules lose less:
+goes on, and publishes new weights: each batch makes one version. A group can be trained while the
+weights are at most `bound` versions newer than those that sampled its first token (RollArt §5.3).
+After the last batch that it may be in, its work is lost. Three rules lose less work:
 
-- Begin: no more groups are open than the batches hold that may still take them. And one begins
-  only where its work is as likely to be trained as that of one that begins with the next weights,
-  the time in between counted as lost. Groups that begin while a batch is trained are a version
-  older than those that begin just behind it.
-- Wait: where much of the work is in running groups that can be in no later batch, a complete batch
-  is given a little later, as long as they are likely to end, weighed against the slots that are
-  idle meanwhile. It waits no more once the batch behind it is complete too: then the rollout waits
-  for the trainer.
+- Begin. Only so many groups are open as the next batches can still take. A group begins now if its
+  work is as likely to be trained as the work of a group that begins with the next weights. The
+  idle time until those weights counts against the second one.
+- Wait. Some groups still run and can be in no later batch than the next one. If they have much of
+  the work and are likely to end soon, the batch is given a little later, though it is complete.
+  Slots that are idle meanwhile count against the wait. Once a second batch is complete, the trainer
+  is the slower part, and nothing waits for groups.
 - Late: a sample is given up as soon as its rest, as predicted and shortened by `late_z` standard
   deviations, misses the last batch that its group's version allows. Another sample of the prompt
   takes its place where a typical one still ends in time. Else the group is dropped whole, so that
@@ -21,10 +20,10 @@ the last batch that it may be in, all its work is lost. Three rules lose less:
   seven of eight samples complete wastes all eight, so replacing one wastes less, and starves long
   samples less.
 
-The first two need no predictions: they measure the interval of batches, of which the newer half
-counts for half, the time of the last training, and how long groups have taken, those included that
-were dropped before they ended (the estimator of Kaplan and Meier). Times come with each call, in
-seconds of one clock.
+The first two rules need no predictions. They measure the interval of batches (each new one counts
+for half), the time of the last training, and how long groups take. Groups that were dropped before
+they ended count too (the estimator of Kaplan and Meier). Times come with each call, in seconds of
+one clock.
 """
 
 import math
@@ -36,12 +35,12 @@ from dataclasses import dataclass
 NEWER = 0.5  # weight of the newest measurement
 TYPICAL = 0.6  # quantile of the seconds of samples that a typical one takes
 SAMPLES_KEPT, GROUPS_KEPT = 512, 128  # whose seconds are remembered
-LEAST_GROUPS = 8  # that have ended before their seconds say anything
-# An idle slot loses this share of its work: the others decode faster meanwhile. 0.3 to 1 gave equal
-# figures on three workloads.
+LEAST_GROUPS = 8  # so many must have ended before their seconds are used
+# An idle slot loses this share of its work, because the others decode faster meanwhile. 0.3 to 1
+# gave equal figures on three workloads.
 IDLE = 0.5
-# Share of the work of a batch and of groups that it waits for, below which it does not wait: the
-# trainer's time is worth more.
+# A batch waits for groups only if they have more than this share of the work, theirs and the
+# batch's. Else the trainer's time is worth more.
 STAKE = 0.2
 MOST_BATCHES = 2  # that are complete before the trainer is what the rollout waits for
 HORIZONS = (0.03, 0.06, 0.12, 0.25, 0.5)  # of a wait, in intervals of batches
@@ -59,14 +58,16 @@ class PaceRules:
 
 
 class Durations:
-    """Seconds that groups take, from those that have ended lately and those that were dropped
-    before."""
+    """Distribution of the seconds that groups take. It knows the last groups that have ended, and
+    those that were dropped before they ended."""
 
     def __init__(self) -> None:
         self._known: deque[tuple[float, bool]] = deque(maxlen=GROUPS_KEPT)
         self._ended = 0
-        self._at_s: list[float] | None = None  # at which some end, ascending; None: to be computed
-        self._shares, self._work_s = [0.0], [0.0]  # of groups that end until then, and their work
+        # Seconds after which known groups ended, ascending; None until they are computed again. By
+        # how many of these have passed: the share of groups that have ended, and their work.
+        self._at_s: list[float] | None = None
+        self._shares, self._work_s = [0.0], [0.0]
 
     @property
     def is_known(self) -> bool:
@@ -84,12 +85,13 @@ class Durations:
         return 1.0 - self._shares[ended]
 
     def work_s(self, within_s: float) -> float:
-        """Return the seconds of those that end so soon, over all groups."""
+        """Return the mean seconds of a group, where one that takes longer counts as 0."""
         ended = self._count(within_s)
         return self._work_s[ended]
 
     def _count(self, within_s: float) -> int:
-        """Return how many of the known groups end so soon, and compute what is not."""
+        """Return how many of the known groups ended so soon; compute the distribution where it is
+        not up to date."""
         if self._at_s is None:
             self._at_s, self._shares, self._work_s = [], [0.0], [0.0]
             left = len(self._known)
@@ -172,7 +174,7 @@ class Pace:
         return self._worth(left_s) >= self._worth(left_s + interval_s - idle_s, idle_s)
 
     def is_last_batch(self, version: int) -> bool:
-        """Return whether groups of this version can be in no batch behind the next one."""
+        """Return whether groups of this version can be in no later batch than the next one."""
         return version + self._bound <= self.version + self.is_training
 
     def is_lost(self, version: int) -> bool:
@@ -182,10 +184,11 @@ class Pace:
     def wait_s(
         self, began_s: Sequence[float], complete_groups: int, idle_groups: float, now: float
     ) -> float:
-        """Return the seconds after which to look again whether to give a batch; 0 to give it now.
+        """Return 0 where a complete batch should be given now, else the seconds after which to ask
+        again.
 
-        began_s: of groups that run and can be in no later batch. complete_groups: of those that can
-        be taken. idle_groups: as many more could run."""
+        began_s: when each running group began that can be in no later batch. complete_groups:
+        how many could be taken. idle_groups: how many more groups the idle slots could run."""
         if (
             not self.rules.paced
             or self._interval_s is None

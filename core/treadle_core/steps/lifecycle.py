@@ -94,12 +94,13 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
 
 
 def _policy_of(state: State, job: JobRecord | None, event: TrajectoryOpened) -> Policy:
-    """Return the job's policy, else the mesh's. Where nobody has chosen that one, it follows from
-    whether the trainer waits for the last trajectory."""
+    """Return the job's policy, else the mesh's. In place of the one that a mesh starts with, a
+    trajectory whose trainer does not wait has ASYNCHRONOUS_POLICY."""
     if job is not None and job.policy is not None:
         return job.policy
-    chosen = state.policy != TREADLE_POLICY
-    return ASYNCHRONOUS_POLICY if event.asynchronous and not chosen else state.policy
+    if event.asynchronous and state.policy == TREADLE_POLICY:
+        return ASYNCHRONOUS_POLICY
+    return state.policy
 
 
 def close_trajectory(state: State, event: TrajectoryClosed, now: float) -> list[act.Action]:

@@ -666,8 +666,8 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     job_id: builtins.str
     """of OpenJob; without one, the trajectory is closed after hours without any request about it"""
     asynchronous: builtins.bool
-    """Its trainer takes groups as they end and does not wait for the last one: first come, first served, and no moves. A job's own
-    policy, and one that an operator has set, go before it.
+    """Its trainer takes groups as they end and does not wait for the last one: first come, first served, and no moves. This counts
+    where the job has no policy and the mesh has the one that it starts with.
     """
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
