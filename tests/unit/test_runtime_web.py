@@ -352,6 +352,34 @@ async def test_a_new_connection_is_served_though_others_fill_the_server(
             assert await asyncio.wait_for(talk.is_closed(), 30)
 
 
+async def test_an_idle_connection_makes_way_for_a_new_one_and_a_request_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients keep connections between their requests. Result: the longest idle is closed first,
+    and one whose request runs stays."""
+    monkeypatch.setattr(web, "MOST_CONNECTIONS", 20)
+    whole = f"GET / HTTP/1.1\r\nHost: {OWN}\r\n\r\n".encode()
+    waiting = f"POST /wait HTTP/1.1\r\nHost: {OWN}\r\n{JSON_BODY}Content-Length: 2\r\n\r\n{{}}"
+    async with serve(Edge()) as server:
+        running = await server.connect(waiting.encode())
+        idle = [await server.connect(whole) for _ in range(19)]
+        for talk in idle:
+            assert await talk.status() == 200
+        await idle[0].send(whole)
+        await idle[0].reader.readexactly(2)
+        assert await idle[0].status() == 200, "the last one that was used"
+        for _ in range(3):
+            await server.connect(b"GET / HT")
+        for talk in idle[1:4]:
+            assert await asyncio.wait_for(talk.is_closed(), 30)
+        for talk in (idle[0], idle[4]):
+            await talk.send(whole)
+            await talk.reader.readexactly(2)
+            assert await talk.status() == 200
+        server.let_go.set()
+        assert await running.status() == 200
+
+
 async def test_requests_together_hold_no_more_than_they_may() -> None:
     """Result: one too many is told to come back, small ones pass a large one, and what has been
     answered counts no more."""

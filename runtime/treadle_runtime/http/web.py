@@ -55,7 +55,10 @@ RENEW_S = 1.0  # between two checks of the files of the certificate
 MOST_FILES = 65_536  # open files that the process requests, where the system lets it
 MOST_CONNECTIONS = 8_192  # more than the trajectories of a large rollout
 MOST_HEAD_BYTES = 32 * 1024  # of a request line and its headers
-IDLE_S = 5  # of a connection between two requests, as SGLang's
+# Of a connection between two requests. A request that is sent in the moment in which the server
+# closes is lost, so clients have to close first: httpx does so after 5 s, aiohttp after 15. An idle
+# connection makes way for a new one.
+IDLE_S = 75
 HEAD_S = 10.0  # for a head, from the connection or from its first byte on
 BODY_S = 120.0  # for a body: 16 MiB at 1.2 Mbit/s
 MOST_PIPELINED = 16  # requests of a connection that wait for the answer to an earlier one
@@ -311,7 +314,8 @@ def _parse(raw: bytes) -> Any:
 
 class _Connection(HttpToolsProtocol):
     """Connection with limits for what comes before a request is known, which uvicorn has not.
-    waiting: connections that have sent no whole head, the oldest first."""
+    waiting: connections without a request (no whole head has come, or all is answered), the oldest
+    first."""
 
     def __init__(self, waiting: "dict[_Connection, None]", most: int, **own: Any) -> None:
         super().__init__(**own)
@@ -348,6 +352,11 @@ class _Connection(HttpToolsProtocol):
             self.transport.close()
         else:
             self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self._waiting[self] = None
 
     def on_headers_complete(self) -> None:
         self._unread_bytes = 0
