@@ -1,6 +1,7 @@
 """Parts of a simulated mesh: the virtual clock, engines, the link between them, latencies and
 failures, and the placement service."""
 
+import gc
 import heapq
 from collections import Counter
 from collections.abc import Callable
@@ -40,11 +41,20 @@ class Timeline:
         return not self._heap
 
     def run(self, while_true: Callable[[], bool]) -> None:
-        """Make calls in order until none is left or `while_true` returns False."""
-        heap = self._heap
-        while heap and while_true():
-            self.now, _, call, arguments = heapq.heappop(heap)
-            call(*arguments)
+        """Make calls in order until none is left or `while_true` returns False.
+
+        A simulation makes millions of objects that live long and hold no cycles. To search them for
+        cycles took a sixth of its time.
+        """
+        heap, collects = self._heap, gc.isenabled()
+        gc.disable()
+        try:
+            while heap and while_true():
+                self.now, _, call, arguments = heapq.heappop(heap)
+                call(*arguments)
+        finally:
+            if collects:
+                gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
