@@ -240,7 +240,7 @@ class Training:
         now = self._clients.now
         self._taken.append((now, groups))
         self._behind += [self._pace.version - (group.version or 0) for group in groups]
-        self._pace.note_taken(now)
+        self._pace.note_taken(len(groups), now)
         self._clients.after(self._plan.train_s, self._publish)
         self._drop_late()
 
@@ -270,8 +270,8 @@ class Training:
 
     def _publish(self) -> None:
         """Publish the weights of the last batch, and drop what is too old for them."""
-        self._pace.note_published(self._clients.now)
-        version = self._pace.version
+        version = self._pace.version + 1
+        self._pace.note_published(version, self._clients.now)
         self._clients.update_weights(self._plan.pause_s)
         advanced = self._buffer.decide_version(version)
         if advanced is not None:

@@ -69,6 +69,15 @@ async def test_a_bad_field_of_a_request_is_named(calls: RolloutCalls) -> None:
         ("CreateRollout", creation(keep_groups=2), "spec.keep_groups"),
         ("CreateRollout", creation(max_open_groups=-1), "spec.max_open_groups"),
         ("CreateRollout", creation(replace_stale=True), "spec.replace_stale"),
+        ("CreateRollout", creation(batch_groups=-1), "spec.batch_groups"),
+        ("CreateRollout", creation(batch_groups=1), "spec.batch_groups"),
+        (
+            "CreateRollout",
+            creation(batch_groups=1, max_staleness=0, keep_groups=1),
+            "spec.batch_groups",
+        ),
+        ("CreateRollout", creation(samples_in_flight=-1), "spec.samples_in_flight"),
+        ("CreateRollout", creation(samples_in_flight=1), "spec.samples_in_flight"),
         (
             "CreateRollout",
             creation(replace_stale=True, max_staleness=0, keep_groups=1),

@@ -205,6 +205,63 @@ async def test_no_more_groups_are_begun_than_may_be_open_until_a_trainer_takes_o
     assert sorted([*taken, *(group.prompt_id for group in last.groups)]) == sorted(begun)
 
 
+@pytest.mark.parametrize("waiting", [1, 2])
+async def test_a_rollout_keeps_the_pace_of_its_trainer_and_drops_groups_that_grew_too_old(
+    mesh: Mesh, waiting: int
+) -> None:
+    """A batch has one group, the bound is one version, and the engines serve version 0. Of two
+    samples of the second prompt, one or both wait in their agents.
+
+    Result: two groups begin at once, and one more once a batch was taken and its weights are there.
+    With version 2 the second group is dropped with both of its samples, and the last prompt begins.
+    """
+    begun: list[str] = []
+    second_waits = asyncio.Semaphore(0)
+
+    async def agent(trajectory: treadle.Trajectory, prompt: treadle.Prompt) -> float:
+        begun.append(prompt.id)
+        reward = await one_turn(trajectory, prompt)
+        if prompt.id == "p1" and trajectory.sample >= 2 - waiting:
+            second_waits.release()
+            await asyncio.Event().wait()
+        return reward
+
+    shaping = treadle.Shaping(batch_groups=1)
+    call = asyncio.create_task(
+        mesh.client.rollout(
+            PROMPTS,
+            agent,
+            samples_per_prompt=2,
+            max_staleness=1,
+            rollout_id="epoch",
+            shaping=shaping,
+        )
+    )
+    async with running(call), asyncio.timeout(WAIT_S):
+        await until(lambda: begun)
+        taken = [await mesh.other.get_batch("epoch", max_groups=1)]
+        for _ in range(waiting):
+            await second_waits.acquire()
+        assert set(begun) == {"p0", "p1"}
+        for engine in mesh.engines:
+            engine.script = Script(version_from={0: "1"}, times=99)
+        taken.append(await mesh.other.get_batch("epoch", max_groups=1, weight_version=1))
+        for engine in mesh.engines:
+            engine.script = Script(version_from={0: "2"}, times=99)
+        taken.append(await mesh.other.get_batch("epoch", max_groups=1, weight_version=2))
+        result = await call
+        with pytest.raises(treadle.TreadleError) as refused:
+            await mesh.other.get_batch("epoch", max_groups=2)
+    assert [each.groups[0].prompt_id for each in taken] == ["p0", "p2", "p3"]
+    assert all(len(each.groups[0].trajectories) == 2 for each in taken) and taken[-1].exhausted
+    of_second = [each for each in result.trajectories if each.prompt_id == "p1"]
+    assert sum(each.outcome == "cancelled" for each in of_second) == waiting
+    assert not any(each.kept for each in of_second if each.outcome == "cancelled")
+    report = await mesh.other.shaping_report(rollout_id="epoch")
+    assert report.drops["stale"] >= 1 and report.trained == 6
+    assert [each.field for each in refused.value.field_violations] == ["max_groups"]
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_a_trainer_that_may_be_behind_and_bounds_open_groups_is_served_first_come(
     mesh: Mesh, max_staleness: int

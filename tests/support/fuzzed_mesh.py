@@ -157,6 +157,8 @@ WORDS = Words(
         "keep_groups": [0, 0, 0, 1],
         "max_open_groups": [0, 0, 1],
         "replace_stale": [False, False, False, True],
+        "batch_groups": [0, 0, 0, 1, 2],
+        "samples_in_flight": [0, 0, 2],
         "RolloutSpec.history": ["run"],
         "GetShapingRequest.history": ["", "run"],
         "budget": [1.0, 1.5],

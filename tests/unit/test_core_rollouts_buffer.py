@@ -17,6 +17,7 @@ from treadle_core.rollouts.buffer import (
     SampleTakenError,
 )
 from treadle_core.rollouts.group import DropReason, Sample, Verdict
+from treadle_core.rollouts.pacing import Admission
 from treadle_core.rollouts.spec import RolloutSpec, RuleName, Selection
 
 ROOMY = 1 << 30
@@ -173,6 +174,7 @@ def specs(draw: st.DrawFn) -> RolloutSpec:
         st.sampled_from([each for each in RuleName if keep > 1 or each is not RuleName.MIXED])
     )
     replace = draw(st.booleans()) and bound is not None
+    paced = draw(st.booleans()) and bound is not None
     return RolloutSpec(
         PROMPTS,
         samples_per_prompt=4,
@@ -182,9 +184,11 @@ def specs(draw: st.DrawFn) -> RolloutSpec:
             rule, longest=draw(st.integers(0, keep)), saturated_at=draw(st.sampled_from([0, 5]))
         ),
         samples=draw(st.sampled_from([(), (4, 5, 4, 6)])),
-        keep_groups=None if replace else draw(st.one_of(st.none(), st.integers(1, 4))),
+        keep_groups=None if replace or paced else draw(st.one_of(st.none(), st.integers(1, 4))),
         max_open_groups=draw(st.one_of(st.none(), st.integers(1, 4))),
         replace_stale=replace,
+        batch_groups=draw(st.integers(1, 3)) if paced else None,
+        samples_in_flight=draw(st.one_of(st.none(), st.integers(1, 12))) if paced else None,
     )
 
 
@@ -198,12 +202,25 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
     taken: list[str] = []
     ids = itertools.count()
 
-    def happen(event: Event | None) -> None:
+    admission = Admission(buffer) if spec.batch_groups is not None else None
+    again = Admission(replay) if spec.batch_groups is not None else None
+    now = itertools.count()
+
+    def happen(event: Event | None) -> bool:
         if event is not None:
+            at_s = float(next(now))
             buffer.apply(event)
             replay.apply(event)
+            if admission is not None and again is not None:
+                admission.note(event, at_s)
+                again.note(event, at_s)
+        return event is not None
 
     for command in commands:
+        while admission is not None and happen(admission.decide_drop()):
+            pass
+        if admission is not None:
+            happen(admission.decide_admission(float(next(now))))
         match command:
             case ("in", int(prompt), int(index), bool(failed), int(version)):
                 trajectory = f"p{prompt}-{index}"
@@ -245,6 +262,10 @@ def test_every_kept_trajectory_leaves_once_within_the_bound_and_a_replay_gives_t
         waiting = sum(len(group.kept) for group in buffer.groups.values() if not group.taken)
         assert waiting == buffer.buffered
     assert vars(replay) == vars(buffer)
+    if admission is not None and again is not None:
+        late_s = float(next(now))
+        assert again.decide_admission(late_s) == admission.decide_admission(late_s)
+        assert again.wait_s(late_s) == admission.wait_s(late_s)
 
 
 def buffer_with(

@@ -12,9 +12,9 @@ def pace_of(*, paced: bool = False, late_z: float = math.inf, bound: int = 1) ->
 
 
 def take(pace: Pace, at_s: float, *, train_s: float | None = 0.0) -> None:
-    pace.note_taken(at_s)
+    pace.note_taken(10, at_s)
     if train_s is not None:
-        pace.note_published(at_s + train_s)
+        pace.note_published(pace.version + 1, at_s + train_s)
 
 
 def measured(bound: int = 1, took_s: tuple[float, ...] = (60.0, 80.0)) -> Pace:
@@ -42,8 +42,21 @@ def test_no_more_groups_begin_than_batches_may_still_take() -> None:
     take(pace, 50.0, train_s=None)
     assert pace.may_begin(9, 60.0), "while one is trained, the next one alone may take them"
     assert not pace.may_begin(10, 60.0)
-    pace.note_published(90.0)
+    pace.note_published(pace.version + 1, 90.0)
     assert pace.may_begin(19, 90.0)
+
+
+def test_a_batch_may_be_taken_in_parts_and_versions_have_the_trainers_numbers() -> None:
+    pace = pace_of(paced=True, bound=1)
+    pace.note_published(17, 0.0)
+    assert not pace.is_lost(16) and pace.is_lost(15)
+    pace.note_taken(4, 50.0)
+    assert pace.may_begin(19, 50.0), "it does not train yet"
+    pace.note_taken(6, 60.0)
+    assert pace.is_lost(16) and not pace.may_begin(10, 60.0)
+    pace.note_published(18, 90.0)
+    pace.note_taken(4, 95.0)
+    assert pace.may_begin(19, 95.0), "a part of the next batch"
 
 
 def test_without_a_version_of_tolerance_nothing_begins_while_a_batch_is_trained() -> None:
@@ -51,7 +64,7 @@ def test_without_a_version_of_tolerance_nothing_begins_while_a_batch_is_trained(
     assert pace.may_begin(9, 0.0) and not pace.may_begin(10, 0.0)
     take(pace, 50.0, train_s=None)
     assert not pace.may_begin(0, 60.0)
-    pace.note_published(90.0)
+    pace.note_published(pace.version + 1, 90.0)
     assert pace.may_begin(0, 90.0)
 
 
@@ -63,7 +76,7 @@ def test_a_group_that_would_miss_its_last_batch_begins_with_the_next_weights() -
     assert pace.may_begin(5, 201.0), "both kinds end in time"
     assert not pace.may_begin(5, 225.0), "the longer ones do not, and weights come at 240 s"
     assert not pace.may_begin(5, 239.0)
-    pace.note_published(240.0)
+    pace.note_published(pace.version + 1, 240.0)
     assert pace.may_begin(5, 240.0)
 
 

@@ -1,7 +1,15 @@
 """Stored records of a rollout: what goes in comes out."""
 
 import pytest
-from treadle_core.rollouts.buffer import Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.buffer import (
+    Admitted,
+    Advanced,
+    Arrived,
+    Batch,
+    Cancelled,
+    Event,
+    GroupDropped,
+)
 from treadle_core.rollouts.group import DropReason, Sample, Verdict
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_rollout.storage import COMPRESS_FROM_BYTES, Created, Record, decode, encode
@@ -18,6 +26,8 @@ SPEC = RolloutSpec(("p.0", "p:1"), 4, 2, max_staleness=1, max_total_tokens=100)
         ),
         Advanced(3, ("a", "b")),
         Cancelled(("a",)),
+        GroupDropped("p.0", DropReason.STALE, ("a",)),
+        Admitted(7),
     ],
 )
 def test_a_record_comes_out_as_it_went_in(body: Created | Event) -> None:

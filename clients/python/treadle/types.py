@@ -104,9 +104,11 @@ class Shaping:
     vary more get more of them, samples_per_prompt at most; 0 for as many of each prompt (DARTS,
     section 4.2). keep_groups: the rollout ends with so many groups (RollArt, section 5.3).
 
-    max_open_groups: how far rollouts run ahead: groups begun and not yet taken by a trainer. With a
-    max_staleness of 1 or more the trainer does not wait for the last trajectory: they go first
-    come, first served, and do not move.
+    batch_groups: groups that the trainer takes for each version of its weights, where it does not
+    wait for the last trajectory. The rollout service then decides when groups begin and when a
+    batch is given, so that few are too old under max_staleness (docs/training.md); those that are
+    make room for other prompts. At a max_staleness of 1 or more trajectories go first come, first
+    served, and do not move. max_open_groups: a bound on groups begun and not yet taken instead.
     replace_stale: run one more sample for each kept one that grows too old under max_staleness; the
     rollout lasts until all of its groups are taken.
 
@@ -126,6 +128,7 @@ class Shaping:
     history: str = ""
     budget: float = 0.0
     length_cap: LengthCap | None = None
+    batch_groups: int = 0
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,15 @@ class GroupDropped:
     dropped: tuple[str, ...]
 
 
-Event = Arrived | Advanced | Batch | Cancelled | Aborted | GroupDropped
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """So many groups may have begun, in the order of the prompts, where the rollout keeps a
+    pace."""
+
+    groups: int
+
+
+Event = Arrived | Advanced | Batch | Cancelled | Aborted | GroupDropped | Admitted
 
 
 class GroupTooLargeError(Exception):
@@ -155,6 +163,7 @@ class SampleBuffer:
         self.settled_total = 0
         self.settlements = 0  # one that is repeated counts again
         self.withdrawn = False  # groups that have not settled are not needed
+        self.admitted = 0  # groups, where the rollout keeps a pace
 
     @property
     def state(self) -> RolloutState:
@@ -180,6 +189,8 @@ class SampleBuffer:
     @property
     def groups_admitted(self) -> int:
         """Return how many groups may have begun, in the order of the prompts."""
+        if self.spec.batch_groups is not None:
+            return self.admitted
         room = self.spec.max_open_groups
         if room is None:
             return len(self.groups)
@@ -351,6 +362,8 @@ class SampleBuffer:
                 group.revision = self.revision
                 if not group.settled:
                     self._settle(group)
+            case Admitted():
+                self.admitted = event.groups
             case Aborted():
                 self.groups[event.prompt_id].aborted[event.trajectory_id] = event.tokens
 

@@ -32,6 +32,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from treadle_core.rollouts.buffer import (
+    Admitted,
+    Advanced,
+    Arrived,
+    Batch,
+    Event,
+    GroupDropped,
+    SampleBuffer,
+)
+from treadle_core.rollouts.group import DropReason, Group
+
 NEWER = 0.5  # weight of the newest measurement
 TYPICAL = 0.6  # quantile of the seconds of samples that a typical one takes
 SAMPLES_KEPT, GROUPS_KEPT = 512, 128  # whose seconds are remembered
@@ -109,8 +120,7 @@ class Durations:
 class Pace:
     """Pace of one rollout: what has been taken and published, and how fast.
 
-    version: of the newest published weights, from 0; batches taken so far are `version`, or one
-    more while the trainer trains.
+    version: of the newest published weights; while the trainer trains, the next one is being made.
     """
 
     def __init__(self, rules: PaceRules, bound: int, batch_groups: int) -> None:
@@ -119,6 +129,7 @@ class Pace:
         self.is_training = False
         self._bound = bound
         self._batch_groups = batch_groups
+        self._groups_taken = 0  # of the batch that is being taken
         self._took_s: float | None = None  # when the last batch was taken
         self._interval_s: float | None = None  # from one batch to the next
         self._train_s = 0.0  # from the last batch to its weights
@@ -126,8 +137,12 @@ class Pace:
         self._samples_s: deque[float] = deque()  # of ended samples, oldest first
         self._sorted_s: list[float] = []
 
-    def note_taken(self, now: float) -> None:
-        """Note that the trainer has taken a batch."""
+    def note_taken(self, groups: int, now: float) -> None:
+        """Note that the trainer has taken groups. It trains once it has a batch, which it may take
+        in parts."""
+        self._groups_taken += groups
+        if self.is_training or self._groups_taken < self._batch_groups:
+            return
         self.is_training = True
         if self._took_s is not None:
             passed_s, before_s = now - self._took_s, self._interval_s
@@ -136,12 +151,13 @@ class Pace:
             )
         self._took_s = now
 
-    def note_published(self, now: float) -> None:
-        """Note that engines serve the weights that the last batch made."""
-        self.is_training = False
-        self.version += 1
-        if self._took_s is not None:
+    def note_published(self, version: int, now: float) -> None:
+        """Note that engines serve newer weights, which the last batch has made."""
+        if self.is_training and self._took_s is not None:
             self._train_s = now - self._took_s
+        self.is_training = False
+        self._groups_taken = 0
+        self.version = version
 
     def note_sample(self, took_s: float) -> None:
         """Note how long a sample took from its begin to its end."""
@@ -177,7 +193,7 @@ class Pace:
         """Return whether groups of this version can be in no later batch than the next one."""
         return version + self._bound <= self.version + self.is_training
 
-    def is_lost(self, version: int) -> bool:
+    def is_lost(self, version: float) -> bool:
         """Return whether groups of this version can be in no batch any more."""
         return version + self._bound < self.version + self.is_training
 
@@ -253,3 +269,125 @@ class Pace:
         if lasting <= 0.0:
             return 0.0
         return ran_s * (lasting - self._groups.lasting(ran_s + wait_s)) / lasting
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    at_s: float
+    version: int
+
+
+class Admission:
+    """Admission of the groups of one rollout, whose spec has `batch_groups`: what its buffer knows,
+    put to its pace.
+
+    `note` follows the events of the buffer with their times, so a stored list of events rebuilds
+    this too. `decide_*` changes nothing and returns the event that should be next, as the buffer's
+    do. A group runs from when it was admitted until it settles, with the newest weights of that
+    time. (Its first token can have newer ones, where its samples waited for a slot.) A group of
+    which a sample grew too old, so that too few are left, is dropped whole: its other samples are
+    about as old. With `replace_stale` it stays, and the sample is run again.
+    """
+
+    def __init__(self, buffer: SampleBuffer) -> None:
+        spec = buffer.spec
+        if spec.batch_groups is None or spec.max_staleness is None:
+            raise ValueError("a rollout keeps a pace by batch_groups and max_staleness")
+        self._buffer, self._spec = buffer, spec
+        self._groups = list(buffer.groups.values())
+        self._pace = Pace(PaceRules(paced=True), spec.max_staleness, spec.batch_groups)
+        self._knows_version = False
+        self._admitted = 0
+        self._open: dict[str, Group] = {}  # admitted, and not gone when last looked at
+        self._running: dict[str, _Begun] = {}
+        self._aged: set[str] = set()  # prompts of which a sample grew too old
+
+    def note(self, event: Event, at_s: float) -> None:
+        """Take over an event that the buffer has applied at `at_s`."""
+        match event:
+            case Admitted():
+                for group in self._groups[self._admitted : event.groups]:
+                    self._open[group.prompt_id] = group
+                    if not group.settled:
+                        self._running[group.prompt_id] = _Begun(at_s, self._pace.version)
+                self._admitted = max(self._admitted, event.groups)
+            case Advanced():
+                self._note_version(event, at_s)
+            case Batch():
+                self._pace.note_taken(len(event.groups), at_s)
+            case Arrived():
+                if event.verdict.drop_reason is DropReason.STALE:
+                    self._aged.add(event.sample.prompt_id)
+                self._note_settled(event.sample.prompt_id, at_s, ended=True)
+            case GroupDropped():
+                self._note_settled(event.prompt_id, at_s, ended=False)
+
+    def decide_drop(self) -> GroupDropped | None:
+        """Return a group that has too few samples left because some grew too old."""
+        if self._spec.replace_stale:
+            return None
+        for prompt_id in self._aged & self._open.keys():
+            group = self._buffer.groups[prompt_id]
+            left = 0 if group.settled else group.started - group.received
+            if len(group.kept) + left < self._spec.keep_per_prompt:
+                dropped = self._buffer.decide_drop(prompt_id, DropReason.STALE)
+                if dropped is not None:
+                    return dropped
+        return None
+
+    def decide_admission(self, now: float) -> Admitted | None:
+        """Return how many groups may have begun, where it is more than before."""
+        if self._buffer.over:
+            return None
+        self._open = {name: group for name, group in self._open.items() if not group.gone}
+        spec, admitted = self._spec, self._admitted
+        of_use = sum(not self._is_lost(group) for group in self._open.values())
+        open_groups, running = len(self._open), self._running_samples()
+        while admitted < len(self._groups):
+            samples = spec.samples_of(admitted)
+            full = spec.samples_in_flight and running + samples > spec.samples_in_flight
+            if (running and full) or open_groups == spec.max_open_groups:
+                break
+            if not self._pace.may_begin(of_use, now):
+                break
+            admitted, running = admitted + 1, running + samples
+            open_groups, of_use = open_groups + 1, of_use + 1
+        return Admitted(admitted) if admitted > self._admitted else None
+
+    def wait_s(self, now: float) -> float:
+        """Return 0 where a complete batch should be given now, else the seconds after which to ask
+        again."""
+        last_s = [
+            begun.at_s
+            for begun in self._running.values()
+            if self._pace.is_last_batch(begun.version) and not self._pace.is_lost(begun.version)
+        ]
+        complete = sum(group.ready for group in self._open.values())
+        idle = max(0, (self._spec.samples_in_flight or 0) - self._running_samples())
+        return self._pace.wait_s(last_s, complete, idle / self._spec.samples_per_prompt, now)
+
+    def _note_version(self, event: Advanced, at_s: float) -> None:
+        if not self._knows_version:  # groups before it began with these weights, as far as known
+            self._knows_version = True
+            self._running = {
+                name: _Begun(begun.at_s, event.version) for name, begun in self._running.items()
+            }
+        self._pace.note_published(event.version, at_s)
+        for trajectory_id in event.stale:
+            group = self._buffer.groups[self._buffer.samples[trajectory_id].prompt_id]
+            self._aged.add(group.prompt_id)
+            if not group.settled and group.prompt_id not in self._running:  # it has opened again
+                self._running[group.prompt_id] = _Begun(at_s, event.version)
+
+    def _note_settled(self, prompt_id: str, at_s: float, *, ended: bool) -> None:
+        if self._buffer.groups[prompt_id].settled and prompt_id in self._running:
+            self._pace.note_group(at_s - self._running.pop(prompt_id).at_s, ended=ended)
+
+    def _is_lost(self, group: Group) -> bool:
+        begun = self._running.get(group.prompt_id)
+        version = group.age[0] if begun is None else begun.version
+        return self._pace.is_lost(version)
+
+    def _running_samples(self) -> int:
+        groups = (self._buffer.groups[name] for name in self._running)
+        return sum(group.started - group.received for group in groups)

@@ -72,6 +72,8 @@ class RolloutSpec:
     history that the rollout reads and extends; with redundancy it gives `samples`, with cap it
     gives `cut`. keep_groups: the rollout ends with so many groups, the others are withdrawn.
     max_open_groups: those that may be begun and not yet taken, in the order of the prompts.
+    batch_groups: those that a trainer takes for each version of its weights, where the rollout
+    keeps a pace (`pacing`). samples_in_flight: of all groups, that may run at a time.
     """
 
     prompt_ids: tuple[str, ...]
@@ -84,6 +86,8 @@ class RolloutSpec:
     keep_groups: int | None = None
     max_open_groups: int | None = None
     replace_stale: bool = False
+    batch_groups: int | None = None
+    samples_in_flight: int | None = None
     history: str = ""
     redundancy: Redundancy | None = None
     cap: CapPolicy | None = None
@@ -109,6 +113,16 @@ class RolloutSpec:
             raise ValueError("max_open_groups must be >= 1, or None for no bound")
         if self.replace_stale and (self.max_staleness is None or self.keep_groups is not None):
             raise ValueError("replace_stale needs max_staleness, and all groups: no keep_groups")
+        if self.batch_groups is not None and (
+            self.batch_groups < 1 or self.max_staleness is None or self.keep_groups is not None
+        ):
+            raise ValueError(
+                "batch_groups must be >= 1, with max_staleness and all groups: no keep_groups"
+            )
+        if self.samples_in_flight is not None and (
+            self.samples_in_flight < 1 or self.batch_groups is None
+        ):
+            raise ValueError("samples_in_flight must be >= 1, with batch_groups")
         if (self.redundancy is not None or self.cap is not None) and not self.history:
             raise ValueError("redundancy and cap need history")
         self.selection.rule_of(self.keep_per_prompt, self.samples_per_prompt)

@@ -84,6 +84,12 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
         "spec.replace_stale",
         "needs keep_groups = 0: all groups",
     )
+    non_negative("spec.batch_groups", spec.batch_groups)
+    paced = spec.batch_groups > 0
+    require(not paced or bounded, "spec.batch_groups", "needs max_staleness >= 0")
+    require(not paced or all_groups, "spec.batch_groups", "needs keep_groups = 0: all groups")
+    non_negative("spec.samples_in_flight", spec.samples_in_flight)
+    require(paced or not spec.samples_in_flight, "spec.samples_in_flight", "needs batch_groups")
     has_history = bool(spec.HasField("redundancy") or spec.HasField("length_cap"))
     require(
         spec.history or not has_history,
@@ -101,6 +107,8 @@ def spec_from(spec: pb.RolloutSpec) -> RolloutSpec:
         keep_groups=spec.keep_groups or None,
         max_open_groups=spec.max_open_groups or None,
         replace_stale=spec.replace_stale,
+        batch_groups=spec.batch_groups or None,
+        samples_in_flight=spec.samples_in_flight or None,
         history=identifier("spec.history", spec.history) if spec.history else "",
         redundancy=redundancy_from(spec, keep) if spec.HasField("redundancy") else None,
         cap=cap_from(spec.length_cap) if spec.HasField("length_cap") else None,
@@ -121,6 +129,8 @@ def spec_to(spec: RolloutSpec) -> pb.RolloutSpec:
         keep_groups=spec.keep_groups or 0,
         max_open_groups=spec.max_open_groups or 0,
         replace_stale=spec.replace_stale,
+        batch_groups=spec.batch_groups or 0,
+        samples_in_flight=spec.samples_in_flight or 0,
     )
     fill_shaping(message, spec)
     return message
@@ -214,10 +224,16 @@ def verdict_to(verdict: Verdict) -> pb.SubmitTrajectoryResponse:
     )
 
 
-def batch_request_from(request: pb.GetBatchRequest) -> BatchRequest:
+def batch_request_from(request: pb.GetBatchRequest, spec: RolloutSpec) -> BatchRequest:
     """Return what the request describes; its fingerprint is the same after a restart. Raises
     InvalidArgument."""
     positive("max_groups", request.max_groups)
+    require(
+        not request.wait or request.max_groups <= (spec.batch_groups or request.max_groups),
+        "max_groups",
+        f"must be batch_groups of the rollout ({spec.batch_groups}) or fewer where it waits: no "
+        f"more may be open, is {request.max_groups}",
+    )
     non_negative("weight_version", request.weight_version)
     require_duration("wait_at_most", request.wait_at_most)
     part, parts = part_from(request)

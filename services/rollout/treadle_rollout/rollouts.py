@@ -16,9 +16,10 @@ from math import ceil, inf
 
 import nats.errors
 import structlog
-from treadle_core.rollouts.buffer import Aborted, Arrived, Batch, Event, SampleBuffer
+from treadle_core.rollouts.buffer import Aborted, Arrived, Batch, Event, GroupDropped, SampleBuffer
 from treadle_core.rollouts.group import Group, Sample, Verdict
 from treadle_core.rollouts.history import RolloutHistory
+from treadle_core.rollouts.pacing import Admission
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.errors import AlreadyExists, InvalidArgument, NotFound, Unavailable
 
@@ -37,6 +38,7 @@ from treadle_rollout.storage import (
 # A waiting batch reads the log again that often: an entry may be there that this process never saw
 # acknowledged, or that the process it is about to replace has written. One read costs about 0.2 ms.
 RECHECK_S = 1.0
+LEAST_WAIT_S = 0.02  # until a batch that waits for groups is looked at again
 # A group that settled so shortly before the last record of a rollout may not have been announced
 # when the process before this ended.
 TELL_AGAIN_S = 60.0
@@ -82,6 +84,8 @@ class Rollout:
         self.created_at_s = created_at_s
         self.touched_at_s = created_at_s
         self.buffer = SampleBuffer(created.spec)
+        paced = created.spec.batch_groups is not None
+        self.admission = Admission(self.buffer) if paced else None
         self.running = RunningTokens(self.buffer, room)
         self.payload_names: dict[str, str] = {}  # by trajectory, where tokens are stored
         self.batch_times_s: dict[str, float] = {}
@@ -108,9 +112,15 @@ class Rollout:
         if isinstance(body, Created):
             raise ValueError(f"rollout {self.rollout_id} is created twice in its log")
         was_over, was_complete = self.buffer.over, self.buffer.complete
-        group = self.buffer.groups[body.sample.prompt_id] if isinstance(body, Arrived) else None
+        group: Group | None = None
+        if isinstance(body, Arrived):
+            group = self.buffer.groups[body.sample.prompt_id]
+        elif isinstance(body, GroupDropped):
+            group = self.buffer.groups[body.prompt_id]
         was_settled = group is not None and group.settled
         self.buffer.apply(body)
+        if self.admission is not None:
+            self.admission.note(body, record.at_s)
         if group is not None and group.settled and not was_settled:
             self._untold.append((record.at_s, group))
         if self.buffer.complete and not was_complete:
@@ -129,6 +139,11 @@ class Rollout:
         self.running.settle(None if group is None or self.buffer.complete else group.prompt_id)
         self.changed.set()
         self.changed = asyncio.Event()
+
+    async def begin(self) -> None:
+        """Let the first groups begin, where the rollout keeps a pace."""
+        async with self._lock:
+            await self._keep_pace()
 
     async def tell_settled(self, since_s: float = 0.0) -> None:
         """Announce the groups that have settled, or were withdrawn, since `since_s` (Unix time) and
@@ -155,6 +170,7 @@ class Rollout:
             if arrived is not None and arrived.verdict.kept:
                 name = await self._payloads.put(self.rollout_id, sample.trajectory_id, payload)
             await self._commit(decide, payload=name)
+            await self._keep_pace()
             verdict = self.buffer.groups[
                 self.buffer.samples[sample.trajectory_id].prompt_id
             ].verdicts[sample.trajectory_id]
@@ -178,9 +194,11 @@ class Rollout:
                         await self._commit(
                             lambda: self.buffer.decide_version(request.weight_version)
                         )
+                        await self._keep_pace()
                         waits = request.wait and time.monotonic() < until_s
                         decide = partial(self._decide_batch, request, waits, max_bytes)
-                        await self._commit(decide, request=request.fingerprint)
+                        if await self._commit(decide, request=request.fingerprint):
+                            await self._keep_pace()
             except nats.errors.Error as error:
                 if not request.wait:
                     raise
@@ -190,7 +208,10 @@ class Rollout:
             if self._is_repeat(request):
                 return self.part_of(request.request_id, request.part, request.parts)
             try:
-                async with asyncio.timeout(min(RECHECK_S, max(until_s - time.monotonic(), 0.0))):
+                look_again_s = min(RECHECK_S, max(until_s - time.monotonic(), 0.0))
+                if 0.0 < (wait_s := self._wait_s()) < look_again_s:
+                    look_again_s = max(wait_s, LEAST_WAIT_S)
+                async with asyncio.timeout(look_again_s):
                     await self.wait(changed)
             except TimeoutError:
                 self._unsure = True
@@ -334,7 +355,24 @@ class Rollout:
             request.request_id in self.buffer.batches
         ):  # a request before this one wrote it; it was read back just now
             return None
-        return self.buffer.decide_batch(request.request_id, request.max_groups, waits, max_bytes)
+        batch = self.buffer.decide_batch(request.request_id, request.max_groups, waits, max_bytes)
+        if batch is not None and waits and not self.buffer.complete and self._wait_s():
+            return None
+        return batch
+
+    def _wait_s(self) -> float:
+        """Return for how long a complete batch should wait for groups that can be in no later
+        one."""
+        return self.admission.wait_s(time.time()) if self.admission is not None else 0.0
+
+    async def _keep_pace(self) -> None:
+        """Drop groups that grew too old, and let others begin, where the rollout keeps a pace. The
+        caller holds the lock."""
+        admission = self.admission
+        if admission is not None:
+            while await self._commit(admission.decide_drop):
+                pass
+            await self._commit(lambda: admission.decide_admission(time.time()))
 
     async def _read_news(self) -> None:
         """Apply what another process may have written. Raises NotFound for a rollout that is
@@ -348,21 +386,21 @@ class Rollout:
 
     async def _commit(
         self, decide: Callable[[], Event | None], *, request: str = "", payload: str = ""
-    ) -> None:
-        """Decide on the newest state, write the decision, then apply it. Deciding None writes
-        nothing."""
+    ) -> bool:
+        """Decide on the newest state, write the decision, then apply it; return whether there was
+        one. Deciding None writes nothing."""
         while True:
             await self._read_news()
             event = decide()
             if event is None:
-                return
+                return False
             record = Record(time.time(), event, request, payload)
             self._unsure = True
             if await self._log.append(self.rollout_id, self._position, encode(record)):
                 self._unsure = False
                 self.apply(record)
                 await self.tell_settled()
-                return
+                return True
 
 
 class Rollouts:
@@ -433,6 +471,7 @@ class Rollouts:
                 f"rollout {rollout_id} was created by another request",
                 rollout_id=rollout_id,
             )
+        await rollout.begin()
         return rollout
 
     async def fold(self, name: str) -> RolloutHistory:

@@ -129,8 +129,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
 
         Its record is the rollout's own log: a batch can be larger than a request record may be.
         """
-        asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
+        asked = convert.batch_request_from(request, rollout.buffer.spec)
         batch = await rollout.take(asked, self._batch_bytes)
         size_bytes = rollout.buffer.bytes_of(batch)
         if size_bytes > self._batch_bytes:  # StreamBatch took it
@@ -146,8 +146,8 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self, request: pb.GetBatchRequest, context: Context
     ) -> AsyncIterator[pb.StreamBatchResponse]:
         """Send whole groups for training in parts, of which one at a time is in memory."""
-        asked = convert.batch_request_from(request)
         rollout = await self._find(request.rollout_id)
+        asked = convert.batch_request_from(request, rollout.buffer.spec)
         batch = await rollout.take(asked)
         self._meters.record_batch()
         for prompt_id, trajectory_ids in batch.groups:

@@ -24,7 +24,16 @@ from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError, ServiceUnavailableError
 from nats.js.kv import KeyValue
 from pydantic import TypeAdapter
-from treadle_core.rollouts.buffer import Aborted, Advanced, Arrived, Batch, Cancelled, Event
+from treadle_core.rollouts.buffer import (
+    Aborted,
+    Admitted,
+    Advanced,
+    Arrived,
+    Batch,
+    Cancelled,
+    Event,
+    GroupDropped,
+)
 from treadle_core.rollouts.history import RolloutHistory
 from treadle_core.rollouts.spec import RolloutSpec
 from treadle_runtime.buckets import entries_of
@@ -71,6 +80,8 @@ BODIES: dict[str, type[Any]] = {
     "batch": Batch,
     "cancelled": Cancelled,
     "aborted": Aborted,
+    "group_dropped": GroupDropped,
+    "admitted": Admitted,
 }
 KINDS = {body: kind for kind, body in BODIES.items()}
 STORED: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(body) for kind, body in BODIES.items()}

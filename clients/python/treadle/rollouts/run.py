@@ -41,6 +41,7 @@ from treadle.types import (
     RolloutResult,
     TrajectoryResult,
 )
+from treadle.weights import list_engines
 
 # ErrorInfo.reason
 ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = (
@@ -48,6 +49,10 @@ ROLLOUT_EXISTS, ROLLOUT_NOT_FOUND, SAMPLE_TAKEN = (
     "ROLLOUT_NOT_FOUND",
     "SAMPLE_TAKEN",
 )
+
+# Samples that run at a time for each slot of the engines, where groups keep a pace: so many that no
+# slot is idle while the next group begins.
+SAMPLES_A_SLOT = 1.3
 
 Agent = Callable[[Trajectory, Prompt], Coroutine[Any, Any, float | PendingReward | None]]
 Key = tuple[str, int]  # prompt and sample
@@ -102,7 +107,14 @@ class RolloutRun:
     @property
     def _lasts(self) -> bool:
         """Return whether more samples may be needed until the rollout is over."""
-        return bool(self._spec.max_open_groups or self._spec.replace_stale)
+        spec = self._spec
+        return bool(spec.batch_groups or spec.max_open_groups or spec.replace_stale)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        """Return whether the trainer does not wait for the last trajectory."""
+        spec = self._spec
+        return bool(spec.batch_groups or spec.max_open_groups) and spec.max_staleness > 0
 
     @property
     def _watches(self) -> bool:
@@ -119,7 +131,7 @@ class RolloutRun:
         """Run the samples of this part in the order of prompts, and return the results in that
         order. Raises TreadleError where the rollout cannot be created."""
         mesh, started_s = self._mesh, self._mesh.clock()
-        rollout = await self._find_left_over() or await self._create()
+        rollout = await self._find_left_over() or await self._create(concurrency)
         self._rollout_id = rollout.rollout_id
         self._slots = asyncio.Semaphore(concurrency or sys.maxsize)
         self._submitted = submitted_of(rollout)
@@ -209,11 +221,15 @@ class RolloutRun:
                 self._stale.add(key)
                 self._unfinished[key].cancel()
 
-    async def _create(self) -> rollout_pb2.Rollout:
+    async def _create(self, concurrency: int) -> rollout_pb2.Rollout:
         mesh = self._mesh
         request = rollout_pb2.CreateRolloutRequest(
             request_id=request_id(), rollout_id=self._rollout_id, spec=self._spec
         )
+        if self._spec.batch_groups:
+            request.spec.samples_in_flight = concurrency * self._parts or math.ceil(
+                SAMPLES_A_SLOT * sum(each.slot_limit for each in await list_engines(mesh, None))
+            )
         service = await mesh.rollout()
         if (
             self._job.resume
@@ -244,7 +260,7 @@ class RolloutRun:
         found = (
             await self._mesh.call(service.GetRollout, look, self._mesh.timeouts.control_s)
         ).rollout
-        if found.spec != self._wanted():
+        if not self._is_wanted(found.spec):
             violation = FieldViolation(
                 "rollout_id", "has other prompts or parameters; give this one another id"
             )
@@ -280,12 +296,13 @@ class RolloutRun:
         ):
             self._hear(message.rollout, tasks)
 
-    def _wanted(self) -> rollout_pb2.RolloutSpec:
-        """Return the spec in the form in which the service answers it."""
+    def _is_wanted(self, spec: rollout_pb2.RolloutSpec) -> bool:
+        """Return whether a spec, as the service answers it, is that of this rollout."""
         wanted = rollout_pb2.RolloutSpec()
         wanted.CopyFrom(self._spec)
         wanted.keep_per_prompt = wanted.keep_per_prompt or wanted.samples_per_prompt
-        return wanted
+        wanted.samples_in_flight = spec.samples_in_flight  # of the engines at that time
+        return spec == wanted
 
     async def _find_left_over(self) -> rollout_pb2.Rollout | None:
         """Find a rollout of the job with the same prompts and parameters that was begun and not
@@ -294,7 +311,6 @@ class RolloutRun:
         if not job.resume:
             return None
         await job.hold()
-        wanted = self._wanted()
         service = await mesh.rollout()
         for rollout_id in [
             each for each in job.left_over if not self._shared or each == self._rollout_id
@@ -312,13 +328,14 @@ class RolloutRun:
                 continue  # another call has taken it meanwhile
             if found is None or found.state == rollout_pb2.ROLLOUT_STATE_CANCELLED:
                 job.left_over.remove(rollout_id)
-            elif found.spec == wanted:
+            elif self._is_wanted(found.spec):
                 await job.begin_rollout(rollout_id)
                 return found
         return None
 
     async def _sample_until_fresh(self, prompt: Prompt, sample: int) -> None:
-        """Run one sample, and run it again where its first tokens grow too old while it runs."""
+        """Run one sample. Where its first tokens grow too old while it runs, run it again, or, in a
+        rollout that drops such groups, submit it as it is."""
         key = (prompt.id, sample)
         while True:
             try:
@@ -329,6 +346,12 @@ class RolloutRun:
                 if key not in self._stale or task.uncancel():
                     raise
                 self._stale.discard(key)
+                if self._spec.batch_groups and not self._spec.replace_stale:
+                    self._unfinished.pop(key, None)
+                    cut = replace(self._results[key], outcome="truncated")
+                    answer = await self._submit(cut, None)
+                    self._results[key] = replace(answer, outcome="cancelled")
+                    return None
 
     async def _sample(self, prompt: Prompt, sample: int) -> None:
         """Run one sample from its opening to its submission."""
@@ -360,7 +383,7 @@ class RolloutRun:
             max_total_tokens=self._cap_tokens,
             hardware_tags=self._tags(prompt, sample),
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
-            asynchronous=bool(self._spec.max_open_groups) and self._spec.max_staleness > 0,
+            asynchronous=self._is_asynchronous,
             on_change=self._report,
         )
         self._report(trajectory, "opened")

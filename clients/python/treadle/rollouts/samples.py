@@ -67,6 +67,7 @@ def shaping_fields(shaping: Shaping, most: int) -> dict[str, Any]:
         "keep_groups": shaping.keep_groups,
         "max_open_groups": shaping.max_open_groups,
         "replace_stale": shaping.replace_stale,
+        "batch_groups": shaping.batch_groups,
     }
 
 

@@ -154,6 +154,8 @@ class RolloutSpec(google.protobuf.message.Message):
     HISTORY_FIELD_NUMBER: builtins.int
     REDUNDANCY_FIELD_NUMBER: builtins.int
     LENGTH_CAP_FIELD_NUMBER: builtins.int
+    BATCH_GROUPS_FIELD_NUMBER: builtins.int
+    SAMPLES_IN_FLIGHT_FIELD_NUMBER: builtins.int
     samples_per_prompt: builtins.int
     """started, >= 1"""
     keep_per_prompt: builtins.int
@@ -173,6 +175,13 @@ class RolloutSpec(google.protobuf.message.Message):
     What rollouts of one training run learn from each other: lengths by prompt, successful lengths, what shaping does to the
     distribution that is trained on. A name of the caller's; needed by redundancy and length_cap.
     """
+    batch_groups: builtins.int
+    """Of a trainer that does not wait: groups that it takes for each version of its weights. Then the service decides when a group begins
+    and when a batch is given, and drops a group whole once some of its samples are too old, unless replace_stale. Needs max_staleness,
+    excludes keep_groups. 0: all groups begin, or max_open_groups
+    """
+    samples_in_flight: builtins.int
+    """with batch_groups: samples that may run at a time; 0 for no bound"""
     @property
     def prompt_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Under a bound versions are integers; "default", SGLang's name for launch weights, counts as 0
@@ -209,9 +218,11 @@ class RolloutSpec(google.protobuf.message.Message):
         history: builtins.str = ...,
         redundancy: Global___Redundancy | None = ...,
         length_cap: Global___LengthCap | None = ...,
+        batch_groups: builtins.int = ...,
+        samples_in_flight: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["length_cap", b"length_cap", "redundancy", b"redundancy", "selection", b"selection"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["history", b"history", "keep_groups", b"keep_groups", "keep_per_prompt", b"keep_per_prompt", "length_cap", b"length_cap", "max_open_groups", b"max_open_groups", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "redundancy", b"redundancy", "replace_stale", b"replace_stale", "samples", b"samples", "samples_per_prompt", b"samples_per_prompt", "selection", b"selection"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_groups", b"batch_groups", "history", b"history", "keep_groups", b"keep_groups", "keep_per_prompt", b"keep_per_prompt", "length_cap", b"length_cap", "max_open_groups", b"max_open_groups", "max_staleness", b"max_staleness", "max_total_tokens", b"max_total_tokens", "prompt_ids", b"prompt_ids", "redundancy", b"redundancy", "replace_stale", b"replace_stale", "samples", b"samples", "samples_in_flight", b"samples_in_flight", "samples_per_prompt", b"samples_per_prompt", "selection", b"selection"]) -> None: ...
 
 Global___RolloutSpec: typing_extensions.TypeAlias = RolloutSpec
 
