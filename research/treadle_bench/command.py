@@ -19,6 +19,7 @@ from treadle_cli.options import Model, Seed, Slots
 
 from treadle_bench.ablations.measure import HEDDLE14, HEDDLE15, HEDDLE16
 from treadle_bench.affinity.measure import BENCH as AFFINITY
+from treadle_bench.async_live.measure import BENCH as ASYNC_LIVE
 from treadle_bench.asynchronous.measure import BENCH as ASYNC
 from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.console.measure import BENCH as CONSOLE
@@ -59,6 +60,7 @@ BENCHES: Mapping[str, Bench] = {
             CONSOLE,
             CONTROL_PLANE,
             ENGINE,
+            ASYNC_LIVE,
             FIDELITY,
             FIT,
             FLEET,

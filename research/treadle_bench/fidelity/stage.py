@@ -263,12 +263,16 @@ class Stage:
     ) -> Play:
         """Simulate the play on engines as fast as the mean of all pulses. earlier, told: see
         simulate_play."""
+        models, control = self.slowed_models(), self.control
+        return simulate_play(work, models, SYSTEMS[name], control, earlier, told=told)
+
+    def slowed_models(self) -> list[EngineModel]:
+        """Return the engines as fast as the mean of all pulses."""
         slowed = (
             slow_down(model, fmean(factors))
             for model, factors in zip(self.models, self.slowness, strict=True)
         )
-        models = [delay_prefills(model, self.pass_s) for model in slowed]
-        return simulate_play(work, models, SYSTEMS[name], self.control, earlier, told=told)
+        return [delay_prefills(model, self.pass_s) for model in slowed]
 
 
 def live_policy(policy: Policy) -> pb.Policy:
