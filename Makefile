@@ -88,7 +88,7 @@ test-changed: setup ## tests that import what differs from the commit BASE (defa
 test-compose: $(MESH_READY) ## the compose file on a real Docker daemon: built, used, each container killed; docs/operations.md
 	@$(BIN)/python tests/compose/run.py $(ARGS)
 
-check: setup lint types manifests check-protos ## everything that needs no run
+check: setup lint types manifests check-protos figures ## everything that needs no run
 
 lint:            ## ruff: style and format
 	@$(BIN)/ruff check $(RUFF_PATHS)
@@ -99,6 +99,9 @@ types:           ## mypy, strict
 
 manifests:       ## compose and Kubernetes files against their schemas
 	@scripts/check-manifests.sh $(BIN)
+
+figures:         ## which committed figures are older than the code that decides them
+	@$(BIN)/treadle bench --older
 
 bench-tools: $(MESH_READY) ## tools and rewards: ARL-Tangram's evaluation, and the live service; ARGS="--data DIR" for public runs
 	@$(BIN)/treadle bench tools $(ARGS)

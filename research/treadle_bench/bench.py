@@ -7,7 +7,7 @@ started.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 
 from treadle_bench.page import render
+from treadle_bench.staleness import newest_commit
 
 Figures = Mapping[str, Any]  # what a bench measured, as it is written to its JSON
 
@@ -69,7 +70,7 @@ class Bench:
     """One figure. summary: its line of help. measure: gives the figures. engines: how many it
     starts; each takes a core where there is no GPU. page: gives the values that the template
     `pages/<name>.md.j2` needs beside the figures; None: no page. draw: writes the picture to a
-    file."""
+    file. decides: folders of the code that the figures depend on; none: they measure a machine."""
 
     name: str
     summary: str
@@ -77,11 +78,13 @@ class Bench:
     engines: int = 0
     page: Callable[[Figures], Figures] | None = None
     draw: Callable[[Figures, Path], None] | None = None
+    decides: Sequence[str] = ("core/treadle_core", "sim/treadle_sim")
 
     async def run(self, options: BenchOptions) -> dict[str, Any]:
         """Measure, and write JSON, page and picture where `options.pictures` names a folder and the
         bench has a page."""
-        figures = await self.measure(options)
+        measured_on = newest_commit(self.decides) if self.decides else newest_commit(["."])
+        figures = {"measured_on": measured_on, **await self.measure(options)}
         if options.pictures is not None and self.page is not None:
             self.write(figures, options.pictures)
         return figures
@@ -92,8 +95,9 @@ class Bench:
             raise ValueError(f"bench {self.name} has no page")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{self.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
+        text = render(self.name, {**figures, **self.page(figures)})
         (folder / f"{self.name}.md").write_text(
-            render(self.name, {**figures, **self.page(figures)})
+            f"{text.rstrip()}\n\nMeasured on {figures['measured_on']}.\n"
         )
         if self.draw is not None:
             self.draw(figures, folder / f"{self.name}.png")

@@ -46,6 +46,7 @@ from treadle_bench.real.measure import BENCH as REAL
 from treadle_bench.resources.measure import BENCH as RESOURCES
 from treadle_bench.shaping.measure import BENCH as SHAPING
 from treadle_bench.simulator.measure import BENCH as SIMULATOR
+from treadle_bench.staleness import stale_figures
 from treadle_bench.tail.measure import BENCH as TAIL
 from treadle_bench.tools.measure import BENCH as TOOLS
 from treadle_bench.workloads.measure import BENCH as WORKLOADS
@@ -138,6 +139,12 @@ def bench(
             "--quick", help="Small sizes: whether it runs, not what it says (tools, shaping)."
         ),
     ] = False,
+    older: Annotated[
+        bool,
+        typer.Option(
+            "--older", help="List committed figures older than the code, and measure none."
+        ),
+    ] = False,
     slots: Slots = DEFAULT_SLOTS,
     model: Model = DEFAULT_MODEL,
 ) -> None:
@@ -145,6 +152,11 @@ def bench(
 
     What stands after -- is passed to SGLang.
     """
+    if older:
+        stale = stale_figures({each.name: each.decides for each in BENCHES.values()})
+        listed = ", ".join(f"{each} ({commit})" for each, commit in sorted(stale.items()))
+        out.print(f"figures older than the code that decides them: {listed or 'none'}")
+        return
     if name not in BENCHES:
         known = "\n".join(f"  {bench.name}: {bench.summary}" for bench in BENCHES.values())
         exits.end(

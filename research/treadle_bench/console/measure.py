@@ -160,4 +160,5 @@ BENCH = Bench(
     "How far a page of the console is behind, and its memory: 6,400 trajectories and 1,000 facts a "
     "second in a real Chromium. Takes a minute a repeat.",
     measure,
+    decides=("services/console",),
 )

@@ -351,4 +351,5 @@ BENCH = Bench(
     "sidecar against the engine's HTTP alone. Takes about 4 minutes on 2 cores.",
     measure,
     engines=1,
+    decides=("services/scheduler", "services/sidecar"),
 )

@@ -118,4 +118,5 @@ BENCH = Bench(
     "Events a second of the scheduler's controller, on the events of 6,400 trajectories on 64 "
     "engines. Takes about 4 minutes.",
     measure,
+    decides=("core/treadle_core",),
 )

@@ -152,4 +152,5 @@ BENCH = Bench(
     "Milliseconds of one plan for 6,400 live trajectories: asking, solving, judging. Takes about "
     "a minute.",
     measure,
+    decides=("core/treadle_core",),
 )

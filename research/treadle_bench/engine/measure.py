@@ -208,4 +208,5 @@ BENCH = Bench(
     "decode steps and logprobs of a CPU engine, float against 8-bit weights",
     measure,
     engines=1,
+    decides=("services/sidecar/treadle_sidecar/sglang_cpu",),
 )

@@ -98,4 +98,5 @@ BENCH = Bench(
     "The simulator's engine curves, fitted to public measurements (--data), and how far off they "
     "are.",
     measure,
+    decides=(),
 )

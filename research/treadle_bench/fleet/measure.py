@@ -427,4 +427,5 @@ BENCH = Bench(
     "the scheduler and NATS are killed. Takes about 25 minutes on 2 cores.",
     measure,
     page=lambda _: {"llm": emulated.LLM, "accelerator": emulated.ACCELERATOR},
+    decides=("services/scheduler", "services/sidecar"),
 )

@@ -219,4 +219,5 @@ BENCH = Bench(
     "turns. Takes about 10 minutes on 2 cores.",
     measure,
     engines=1,
+    decides=("services/gateway",),
 )

@@ -419,4 +419,5 @@ BENCH = Bench(
     engines=2,
     page=page_values,
     draw=draw,
+    decides=("services/rollout",),
 )

@@ -399,4 +399,5 @@ BENCH = Bench(
     measure,
     engines=2,
     page=page,
+    decides=(),
 )

@@ -190,4 +190,5 @@ BENCH = Bench(
     "plaintext, by turns. Takes about 10 minutes on 2 cores.",
     measure,
     engines=1,
+    decides=("runtime/treadle_runtime/identity",),
 )

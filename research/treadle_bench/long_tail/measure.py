@@ -193,4 +193,5 @@ BENCH = Bench(
     "The longest of K log-normal lengths: a formula that is taught, against drawing. Takes "
     "seconds.",
     measure,
+    decides=("core/treadle_core/rollouts",),
 )

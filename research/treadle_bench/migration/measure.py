@@ -295,4 +295,5 @@ BENCH = Bench(
     measure,
     engines=ENGINES,
     page=_page,
+    decides=("services/migrator", "services/sidecar"),
 )

@@ -232,4 +232,5 @@ BENCH = Bench(
     "How long a plan of up to 100,000 trajectories on 512 engines takes, by the shipped cost model "
     "and by the exact ones, and these against the dynamic program. Takes about a minute.",
     measure,
+    decides=("core/treadle_core/placing",),
 )

@@ -236,4 +236,5 @@ BENCH = Bench(
     measure,
     page=page_values,
     draw=draw,
+    decides=("core/treadle_core/ranking", "learned/treadle_learned"),
 )

@@ -245,4 +245,5 @@ BENCH = Bench(
     "The exact resource plan for 64 and 1,024 GPUs, against annealing and the best single degree. "
     "Takes about 2 minutes.",
     measure,
+    decides=("sim/treadle_sim/allocation",),
 )

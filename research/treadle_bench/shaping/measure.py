@@ -202,4 +202,5 @@ BENCH = Bench(
     measure,
     page=page_values,
     draw=draw,
+    decides=("core/treadle_core/rollouts", "research/treadle_bench/shaping"),
 )

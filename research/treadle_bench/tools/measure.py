@@ -146,4 +146,5 @@ BENCH = Bench(
     measure,
     page=page_values,
     draw=draw,
+    decides=("core/treadle_core/tools",),
 )

@@ -191,4 +191,5 @@ BENCH = Bench(
     "Lengths, steps and tool times of the simulator's workloads and of public traces (--data), and "
     "what each predictor finds of the longest. Takes about 2 minutes.",
     measure,
+    decides=("sim/treadle_sim/workloads",),
 )
