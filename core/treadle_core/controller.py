@@ -18,6 +18,7 @@ from treadle_core.model import (
     JobRecord,
     JobUse,
     Ledger,
+    Outcome,
     Policy,
     TrajectoryRecord,
     WeightsRecord,
@@ -128,6 +129,11 @@ class Controller:
             if not record.is_open and not record.announced:
                 state.announcements[record.trajectory_id] = now
             state.sweeps.set(record.trajectory_id, lifecycle.sweep_s(state, record, now))
+        for record in state.table:
+            state.note_work(record)
+        for record in state.table:
+            if not record.is_open:
+                state.needs.note_end(record, finished=record.outcome is Outcome.FINISHED)
         state.planner.restore(state.table.open_records())
         for record in state.table.open_records():
             if record.engine_id and record.engine_id not in state.engines:

@@ -62,7 +62,8 @@ class JobClosed(Event):
 @dataclass(frozen=True, slots=True)
 class TrajectoryOpened(Event):
     """A client requests to open a trajectory. The driver makes an id where the client gave none.
-    asynchronous: its trainer does not wait for the last trajectory."""
+    asynchronous: its trainer does not wait for the last trajectory. group_keep: see
+    TrajectoryRecord."""
 
     request_id: str
     trajectory_id: str
@@ -76,6 +77,7 @@ class TrajectoryOpened(Event):
     pinned_engine_id: str = ""
     job_id: str = ""
     asynchronous: bool = False
+    group_keep: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -455,7 +455,8 @@ class TrajectoryRecord:
     all of them. `revision` grows by one at each change of `engine_id`. `announced`: the fact that
     it closed has been published. `job`: the name of its job, whose share it takes. `held_s`,
     `move_s`, `weights_s`: its waits for tickets, by what they were for. `engine_times`: its
-    engines' accounts of steps. `client_times`: its client's last report.
+    engines' accounts of steps. `client_times`: its client's last report. `group_keep`: its group
+    settles once so many of its samples have finished; 0: all are needed.
     """
 
     trajectory_id: str
@@ -472,6 +473,7 @@ class TrajectoryRecord:
     pinned_engine_id: str = ""
     job_id: str = ""
     asynchronous: bool = False
+    group_keep: int = 0
     job: str = ""
     state: TrajectoryState = TrajectoryState.IDLE
     engine_id: str = ""

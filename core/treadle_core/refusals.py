@@ -136,6 +136,9 @@ class CoreError(ValueError):
     """The input at path `field` cannot be used; `description` states what would be right."""
 
     def __init__(self, field: str, description: str) -> None:
-        super().__init__(f"{field}: {description}")
+        super().__init__(field, description)  # so that it can go to another process
         self.field = field
         self.description = description
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.description}"

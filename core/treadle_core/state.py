@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from treadle_core import actions as act
 from treadle_core.model import Cause, Policy, TrajectoryRecord, copy_with
 from treadle_core.planning import Planner
-from treadle_core.ranking.priorities import Priorities, token_s
+from treadle_core.ranking.priorities import GroupNeeds, Priorities, remaining_s, token_s
 from treadle_core.tables.engines import EngineTable, Siting
 from treadle_core.tables.jobs import JobTable, Shares
 from treadle_core.tables.trajectories import TrajectoryTable
@@ -356,9 +356,9 @@ class State:
     published, and when. sweeps: when each trajectory is looked at: its ticket may have expired, it
     may be abandoned, or be forgotten. loads: when an engine that is behind gets another request to
     load. mean_tool_s: over all tool calls. mean_observed_tokens: tokens that tools add to a context
-    in a turn. measured_moves: how long moves took. restored_s: when this controller took over from
-    an earlier one; until then, clients could not reach it. books: accounts that handlers may read
-    and only the controller writes."""
+    in a turn. measured_moves: how long moves took. needs: samples that groups need. restored_s:
+    when this controller took over from an earlier one; until then, clients could not reach it.
+    books: accounts that handlers may read and only the controller writes."""
 
     tuning: Tuning
     policy: Policy
@@ -373,6 +373,7 @@ class State:
     books: Books
     mean_observed_tokens: float
     measured_moves: MeasuredMoves
+    needs: GroupNeeds
     mean_tool_s: float = 0.0
     restored_s: float = -math.inf
     announcements: dict[str, float] = field(default_factory=dict)
@@ -402,8 +403,16 @@ class State:
             books=Books(planner, waiting),
             mean_observed_tokens=tuning.expected_observed_tokens,
             measured_moves=MeasuredMoves(tuning.move_newest_weight),
+            needs=GroupNeeds(tuning),
         )
 
     def priority(self, record: TrajectoryRecord) -> float:
         """Return the priority of a trajectory's step on its present engine."""
-        return self.priorities.priority(record, token_s(self.engines.spec(record.engine_id)))
+        speed_s = token_s(self.engines.spec(record.engine_id))
+        return self.priorities.priority(record, speed_s, self.needs.lower(record))
+
+    def note_work(self, record: TrajectoryRecord) -> None:
+        """Note how much work an open trajectory has left, among the samples of its group."""
+        if record.group_keep:
+            speed_s = token_s(self.engines.spec(record.engine_id))
+            self.needs.note(record, remaining_s(record, speed_s, self.tuning))

@@ -59,6 +59,12 @@ class Tuning:
     reprioritize_doublings: float = 0.25
     # The same for orderings whose priority is a time: seconds.
     reprioritize_s: float = 1.0
+    # A sample that its group does not need ranks lower by so many doublings of work, ...
+    surplus_doublings: float = 1.0
+    # ... and by so many more for each sample before it that its group does not need either. In
+    # simulation 0.25 and 0.5 were alike; a first step of 6 began samples that take the place of a
+    # long one too late.
+    surplus_step_doublings: float = 0.25
     # Deadline, from the opening, where the client gave none.
     default_deadline_s: float = 3600.0
 

@@ -31,6 +31,7 @@ from treadle_bench.fidelity.measure import BENCH as FIDELITY
 from treadle_bench.fit.measure import BENCH as FIT
 from treadle_bench.fleet.measure import BENCH as FLEET
 from treadle_bench.front_door.measure import BENCH as FRONT_DOOR
+from treadle_bench.groups.measure import BENCH as GROUPS
 from treadle_bench.grpo.measure import BENCH as GRPO
 from treadle_bench.h100.measure import BENCH as H100
 from treadle_bench.heddle4.measure import BENCH as HEDDLE4
@@ -81,6 +82,7 @@ BENCHES: Mapping[str, Bench] = {
         *(
             REAL,
             ASYNC,
+            GROUPS,
             TAIL,
             HEDDLE12,
             HEDDLE4,

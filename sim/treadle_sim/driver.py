@@ -54,9 +54,11 @@ class Driver:
         planner: type[Planner] = Planner,
         record: bool = False,
         training: TrainingPlan | None = None,
+        tells_groups: bool = True,
         log: Callable[[float, events.Event, Sequence[actions.Action]], None] | None = None,
     ) -> None:
         self._workload = workload
+        self._told_keep = workload.group_keep if tells_groups else 0
         self._cluster = cluster
         self._latencies = cluster.latencies
         self._predictor = predictor
@@ -281,6 +283,7 @@ class Driver:
                 prompt_tokens=work.prompt_tokens,
                 max_total_tokens=self._workload.max_total_tokens,
                 hardware_tags=work.hardware_tags,
+                group_keep=self._told_keep,
             )
         )
 
@@ -414,6 +417,18 @@ class Driver:
         progress.ledger = self.controller.trajectory(progress.trajectory_id).ledger
         if self.training is not None:
             self.training.note_end(progress)
+        if self._workload.group_keep:
+            self._settle(progress.work.prompt_id)
+
+    def _settle(self, prompt_id: str) -> None:
+        """End the samples that a prompt does not need any more, if it has what it needs."""
+        members = [each for each in self._all if each.work.prompt_id == prompt_id]
+        running = [each for each in members if not each.is_closed]
+        if len(members) - len(running) == self._workload.group_keep:
+            for each in running:
+                each.times.finished_s = self._timeline.now
+                self.abandon(each)
+                self._left -= 1
 
     def _resume_elsewhere(self, steps: Sequence[EngineStep]) -> None:
         """Resume the steps of a failed engine: their clients' streams break, and they go on from

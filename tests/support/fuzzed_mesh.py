@@ -158,6 +158,7 @@ WORDS = Words(
         "max_open_groups": [0, 0, 1],
         "replace_stale": [False, False, False, True],
         "batch_groups": [0, 0, 0, 1, 2],
+        "group_keep": [0, 0, 1, 2],
         "samples_in_flight": [0, 0, 2],
         "RolloutSpec.history": ["run"],
         "GetShapingRequest.history": ["", "run"],

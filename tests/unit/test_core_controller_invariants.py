@@ -210,8 +210,9 @@ class AnyEvents(RuleBasedStateMachine):
         request=st.integers(0, 2),
         pin=st.sampled_from(["", "", "", "", "", "e0"]),
         job=st.one_of(st.just(""), JOBS),
+        keep=st.sampled_from([0, 0, 1, 2]),
     )
-    def client_opens(self, name: str, request: int, pin: str, job: str = "") -> None:
+    def client_opens(self, name: str, request: int, pin: str, job: str = "", keep: int = 0) -> None:
         self.hand(
             ev.TrajectoryOpened(
                 f"open-{name}-{request}",
@@ -220,6 +221,7 @@ class AnyEvents(RuleBasedStateMachine):
                 prompt_tokens=10,
                 pinned_engine_id=pin,
                 job_id=job,
+                group_keep=keep,
             )
         )
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.control import Scenario, all_of, one
 from treadle_core import actions as act
-from treadle_core.model import Estimate, Objective, Ordering, Policy
+from treadle_core.model import Estimate, Objective, Ordering, Outcome, Policy
 from treadle_core.placing.question import MOST_LOG_SIGMA
 from treadle_core.ranking.priorities import log_deviation
 from treadle_core.tuning import Tuning
@@ -138,6 +138,87 @@ def test_a_late_prediction_reorders_a_step_that_waits_and_a_small_change_does_no
     assert ticket_id == ticket.ticket_id
     assert priority == pytest.approx(ticket.priority + 3)
     assert scenario.ticket("t").priority == scenario.controller.trajectory("t").priority == priority
+
+
+def group_of(
+    lengths: dict[str, float], keep: int, policy: Policy | None = None, p90: float = 1.0
+) -> Scenario:
+    """Samples of one prompt, of which the group keeps the first. p90: of a prediction, over its
+    median."""
+    scenario = Scenario(policy or Policy(), engines=("e0",))
+    for sample, (name, tokens) in enumerate(lengths.items()):
+        scenario.open(name, sample=sample, group_keep=keep)
+        scenario.predict(name, tokens, remaining_tokens=Estimate(tokens, tokens, p90 * tokens))
+    return scenario
+
+
+LENGTHS = {"a": 800.0, "b": 100.0, "c": 400.0, "d": 200.0}
+
+
+def test_samples_that_their_group_does_not_need_rank_lower_than_by_their_work() -> None:
+    """Two of four are kept: the two shortest are needed. The others rank below the longer one of
+    them, of 200 tokens."""
+    alone, grouped = group_of(LENGTHS, 0), group_of(LENGTHS, 2)
+    lower = {
+        name: alone.step(name, 0).priority - grouped.step(name, 0).priority for name in LENGTHS
+    }
+    first, step = TUNING.surplus_doublings, TUNING.surplus_step_doublings
+    assert lower == pytest.approx({"a": 2 + first + step, "b": 0.0, "c": 1 + first, "d": 0.0})
+
+
+def test_a_sample_ranks_lower_the_surer_it_is_that_its_group_does_not_need_it() -> None:
+    lower = []
+    for p90 in (8.0, 2.0, 1.2, 1.0):
+        alone, grouped = group_of(LENGTHS, 0, p90=p90), group_of(LENGTHS, 2, p90=p90)
+        lower.append(alone.step("c", 0).priority - grouped.step("c", 0).priority)
+    assert lower == sorted(lower) and lower[0] < lower[-1]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(ordering=Ordering.FCFS), Policy(objective=Objective.DEADLINE)],
+    ids=["first come", "deadline"],
+)
+def test_where_a_priority_is_a_time_a_group_changes_nothing(policy: Policy) -> None:
+    alone, grouped = group_of(LENGTHS, 0, policy), group_of(LENGTHS, 2, policy)
+    for name in LENGTHS:
+        assert alone.step(name, 0).priority == grouped.step(name, 0).priority
+
+
+def test_a_sample_takes_the_place_of_one_that_turns_out_to_be_long_also_after_a_restart() -> None:
+    """The steps of all four samples run. One of the two that are needed will now be the longest.
+
+    Result: the third one is needed, which its engine hears, and so is it in a new process.
+    """
+    scenario = group_of(LENGTHS, 2)
+    tickets = {name: scenario.step(name, 0) for name in LENGTHS}
+    scenario.restart()
+    changes = {
+        ticket_id: priority
+        for change in all_of(
+            scenario.predict("d", 3_200, remaining_tokens=Estimate(3_200, 3_200, 3_200)),
+            act.Reprioritize,
+        )
+        for ticket_id, priority in change.changes
+    }
+    raised = changes[tickets["c"].ticket_id] - tickets["c"].priority
+    assert raised == pytest.approx(1 + TUNING.surplus_doublings)
+    assert scenario.ticket("c").priority == changes[tickets["c"].ticket_id]
+    # as long as the one of 400 tokens that is needed now, less what a second one ranks lower
+    change = scenario.ticket("d").priority - tickets["d"].priority
+    assert change == pytest.approx(1 - TUNING.surplus_doublings - TUNING.surplus_step_doublings)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FINISHED, Outcome.FAILED])
+def test_a_sample_that_failed_leaves_its_place_to_another_and_one_that_finished_does_not(
+    outcome: Outcome,
+) -> None:
+    scenario = group_of(LENGTHS, 2)
+    before = {name: scenario.step(name, 0).priority for name in LENGTHS}
+    scenario.close("b", outcome)
+    raised = scenario.ticket("c").priority - before["c"]
+    failed = outcome is Outcome.FAILED
+    assert raised == pytest.approx(1 + TUNING.surplus_doublings if failed else 0.0)
 
 
 def test_an_older_prediction_does_not_replace_a_newer_one() -> None:

@@ -17,9 +17,13 @@ from hypothesis import strategies as st
 from support.simulated import FAST, SLOW, Rollout, decode_s, engine, play, trajectory
 from treadle_core.actions import IssueTicket
 from treadle_core.events import StepFinished, StepRequested, TrajectoryClosed
+from treadle_core.model import Outcome as Ending
+from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster, Failure, Latencies, WeightUpdate
+from treadle_sim.driver import Driver
 from treadle_sim.engine import MOST_PREFILL_TOKENS
 from treadle_sim.lower_bound import alone_s, longest_alone_s, lower_bound_s, work_s
+from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
@@ -167,6 +171,29 @@ def check_spans(rollout: Rollout) -> None:
         )
         assert all(one[1] <= two[0] + NEAR_S for one, two in pairwise(sorted(drawn_spans)))
         assert busy_s <= outcome.makespan_s + NEAR_S
+
+
+def test_a_group_ends_with_the_first_samples_that_it_keeps_and_the_needed_ones_go_first() -> None:
+    """Two slots. Each of four prompts has a sample of 2,000 tokens and two of 100, of which two are
+    kept, and the controller is told all lengths.
+
+    Result: all long ones are ended. Longest first would run them first, and does where it does not
+    know what groups need.
+    """
+    works = tuple(
+        replace(trajectory(prompt, [(tokens, 10, 0.0)]), sample=sample)
+        for prompt in range(4)
+        for sample, tokens in enumerate((2_000, 100, 100))
+    )
+    makespans_s = []
+    for tuning in (Tuning(), Tuning(surplus_doublings=0.0, surplus_step_doublings=0.0)):
+        batch = Workload("test", works, group_keep=2)
+        policy, told = SYSTEMS["treadle"].policy, make_predictor("oracle", batch, 0)
+        driver = Driver(batch, Cluster((engine(slots=2),)), policy, tuning, told)
+        makespans_s.append(driver.run().makespan_s)
+        ended = [driver.controller.trajectory(f"t{number}") for number in range(len(works))]
+        assert sum(record.outcome is Ending.FINISHED for record in ended) == 8
+    assert makespans_s[0] < 0.5 * makespans_s[1]
 
 
 def test_one_trajectory_alone_takes_the_bound_and_the_latency_of_its_tickets() -> None:

@@ -164,6 +164,7 @@ class Client(FleetCalls):
         hardware_tags: Sequence[str] = (),
         pinned_engine_id: str = "",
         asynchronous: bool = False,
+        group_keep: int = 0,
         on_change: OnChange | None = None,
     ) -> Trajectory:
         """Open a trajectory.
@@ -173,8 +174,9 @@ class Client(FleetCalls):
         steps wait, and once that is so for MISSING_TAGS_S of the scheduler (180 s) they raise
         NO_ENGINE_WITH_TAGS. pinned_engine_id: run there and never migrate. asynchronous: its
         trainer takes groups as they end, so that trajectories go first come, first served and do
-        not move. on_change: called after each step and tool call. Errors: TypeError, ValueError;
-        TreadleError INVALID_ARGUMENT with field_violations.
+        not move. group_keep: the first so many samples of the prompt are needed, and the others run
+        where a slot is free; 0: all. on_change: called after each step and tool call. Errors:
+        TypeError, ValueError; TreadleError INVALID_ARGUMENT with field_violations.
         """
         prompt = checked_ids("prompt", prompt)
         if isinstance(hardware_tags, str):  # it is a sequence too: of its letters
@@ -192,6 +194,7 @@ class Client(FleetCalls):
             hardware_tags=hardware_tags,
             pinned_engine_id=pinned_engine_id,
             asynchronous=asynchronous,
+            group_keep=group_keep,
         )
 
         async def admit() -> Trajectory:

@@ -26,6 +26,7 @@ in a priority count from `epoch_s`, the controller's first start, which keeps th
 """
 
 import math
+from dataclasses import dataclass, field
 
 from treadle_core.model import (
     DEFAULT_BASE_S,
@@ -155,9 +156,14 @@ class Priorities:
         self._tuning = tuning
         self._epoch_s = epoch_s
 
-    def priority(self, record: TrajectoryRecord, token_s: float) -> float:
+    def priority(self, record: TrajectoryRecord, token_s: float, lower: float = 0.0) -> float:
         """Return the priority of the step requested at `record.requested_s`, on an engine that
-        takes `token_s` a token."""
+        takes `token_s` a token. lower: so many doublings less (`GroupNeeds`), where the priority is
+        work on a log2 scale."""
+        policy = record.policy
+        is_time = policy.objective is Objective.DEADLINE
+        if lower and policy.ordering is Ordering.PROGRESSIVE and not is_time:
+            return self.priority(record, token_s) - lower
         match record.policy.ordering:
             case Ordering.PROGRESSIVE:
                 left_s = remaining_s(record, token_s, self._tuning)
@@ -200,3 +206,68 @@ class Priorities:
                 return self._age(-math.log2(left_s), record)
             case Objective.MAKESPAN:
                 return self._age(math.log2(left_s), record)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Open samples of a group that needs `keep` of them: work left, on a log2 scale in quarters,
+    tokens sampled, negated, and the sample's number. finished: how many have."""
+
+    keep: int
+    finished: int = 0
+    open: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+class GroupNeeds:
+    """Samples that each group needs, where it settles with the first that finish: those with the
+    least work left. Each of the others ranks below the last of them: they run where a slot is free,
+    and as soon as one that is needed turns out to be long.
+
+    Longest first alone runs what is predicted to be long, which the group would then end (DARTS
+    §4.3.1). A group without an open sample is forgotten.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self._tuning = tuning
+        self._groups: dict[tuple[str, str], _Group] = {}
+
+    def note(self, record: TrajectoryRecord, left_s: float) -> None:
+        """Note how much work an open trajectory has left."""
+        if record.group_keep:
+            group = self._groups.setdefault(_group_of(record), _Group(record.group_keep))
+            quarters = round(4.0 * math.log2(max(left_s, LEAST_WORK_S)))
+            group.open[record.trajectory_id] = (quarters, -record.gen_tokens, record.sample)
+
+    def note_end(self, record: TrajectoryRecord, *, finished: bool) -> None:
+        """Note that a trajectory has ended; `finished`: its group may settle with it."""
+        group = self._groups.get(_group_of(record))
+        if group is not None and group.open.pop(record.trajectory_id, None) is not None:
+            group.finished += finished
+            if not group.open:
+                del self._groups[_group_of(record)]
+
+    def lower(self, record: TrajectoryRecord) -> float:
+        """Return by how many doublings a sample ranks lower than by its work; 0 where its group
+        needs it."""
+        group = self._groups.get(_group_of(record)) if record.group_keep else None
+        if group is None or record.trajectory_id not in group.open:
+            return 0.0
+        own, places = group.open[record.trajectory_id], sorted(group.open.values())
+        needed = max(group.keep - group.finished, 1)
+        others = places.index(own) - needed  # that are not needed either, before this one
+        if others < 0:
+            return 0.0
+        above, sigma = 0.25 * (own[0] - places[needed - 1][0]), log_sigma(record)
+        if sigma > 0.0:  # by as much as it is likely to be longer
+            above *= math.erf(math.log(2.0) * above / (2.0 * sigma))
+        tuning = self._tuning
+        return above + tuning.surplus_doublings + others * tuning.surplus_step_doublings
+
+    def siblings(self, record: TrajectoryRecord) -> list[str]:
+        """Return the other open samples of a group that does not need all."""
+        group = self._groups.get(_group_of(record)) if record.group_keep else None
+        return [name for name in group.open if name != record.trajectory_id] if group else []
+
+
+def _group_of(record: TrajectoryRecord) -> tuple[str, str]:
+    return record.rollout_id, record.prompt_id

@@ -21,7 +21,7 @@ from treadle_core.refusals import (
     TrajectoryIsClosed,
 )
 from treadle_core.state import State
-from treadle_core.steps import tickets
+from treadle_core.steps import moves, tickets
 from treadle_core.tuning import Tuning
 
 CLOSED_STATES = {
@@ -77,6 +77,7 @@ def open_trajectory(state: State, event: TrajectoryOpened, now: float) -> list[a
         placed.append(
             act.Decided(record.trajectory_id, "placed", engine.spec.engine_id, *state.siting.why)
         )
+    state.note_work(record)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.sweeps.set(record.trajectory_id, sweep_s(state, record, now))
@@ -271,5 +272,8 @@ def _close(
     state.table.put(record)
     state.sweeps.set(record.trajectory_id, now + state.tuning.keep_closed_s)
     state.announcements[record.trajectory_id] = now + state.tuning.close_settle_s
+    siblings = moves.siblings_of(state, record)
+    state.needs.note_end(record, finished=outcome is Outcome.FINISHED)
     saved = [act.SaveTrajectory(record), act.TrajectoryEnded(record)]
+    actions += moves.rank_again(state, siblings)
     return [*saved, *actions, *tickets.announce_if_counted(state, record, now)]

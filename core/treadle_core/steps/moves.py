@@ -5,6 +5,7 @@ A trajectory has one move at a time. Only `switch_engine`, a compare-and-swap on
 changes its owner, and never while a ticket is out; whatever fails, the source stays the owner.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from treadle_core.actions import (
@@ -66,10 +67,12 @@ def take_prediction(state: State, event: PredictionArrived, now: float) -> list[
     if known is not None and (new.turn, new.gen_tokens) < (known.turn, known.gen_tokens):
         return []
     record = copy_with(record, prediction=new)
+    state.note_work(record)
     record = copy_with(record, priority=state.priority(record))
     state.table.put(record)
     state.planner.follow_prediction(record)
     actions: list[Action] = [SaveTrajectory(record), AnnouncePredicted(record, first=known is None)]
+    actions += rank_again(state, siblings_of(state, record))
     ticket = record.live_ticket
     if ticket is None:
         return actions + start_move(state, record, now)
@@ -81,6 +84,29 @@ def take_prediction(state: State, event: PredictionArrived, now: float) -> list[
         )
         actions += [SaveTrajectory(record), reprioritize]
     return actions
+
+
+def rank_again(state: State, records: Iterable[TrajectoryRecord]) -> list[Action]:
+    """Give trajectories their present priority, where it has changed by enough, and send that of
+    running steps to their engines."""
+    actions: list[Action] = []
+    for record in records:
+        priority, ticket = state.priority(record), record.live_ticket
+        if not state.priorities.must_report(record.policy, record.priority, priority):
+            continue
+        record = copy_with(record, priority=priority)
+        if ticket is not None:
+            record = copy_with(record, ticket=copy_with(ticket, priority=priority))
+            change = (ticket.ticket_id, priority)
+            actions.append(Reprioritize(ticket.engine_id, ticket.engine_address, (change,)))
+        state.table.put(record)
+        actions.append(SaveTrajectory(record))
+    return actions
+
+
+def siblings_of(state: State, record: TrajectoryRecord) -> list[TrajectoryRecord]:
+    """Return the other open samples of a group that does not need all of them."""
+    return [state.table.require(name) for name in state.needs.siblings(record)]
 
 
 def take_plan(state: State, event: PlanArrived, now: float) -> list[Action]:

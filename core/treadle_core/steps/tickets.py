@@ -308,7 +308,8 @@ def _add_ticket(
         client_times=event.client_times or record.client_times,
     )
     _learn_observed(state, record)
-    priority = state.priorities.priority(record, priorities.token_s(spec))
+    state.note_work(record)
+    priority = state.priority(record)
     ticket = TicketRecord(
         ticket_id=ticket_id(record.trajectory_id, event.turn, attempt),
         trajectory_id=record.trajectory_id,

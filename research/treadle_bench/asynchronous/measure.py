@@ -41,17 +41,13 @@ from treadle_sim.systems import (
     System,
 )
 from treadle_sim.training import Admission, Trained, TrainingPlan
-from treadle_sim.workloads import parametric
-from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_bench.bench import Bench, BenchOptions
-from treadle_bench.public_traces import read_public
-from treadle_bench.real.measure import HOST_SHARE, LLM, SOURCES
+from treadle_bench.real.measure import HOST_SHARE, LLM, PARAMETRIC, SOURCES, two_epochs
 from treadle_bench.rollouts import ACCELERATOR, play_each
 from treadle_bench.summary import rounded
 
-PARAMETRIC = ("math", "search")
 GPUS, SLOTS, GROUP = 4, 20, 8
 SAMPLES_A_SLOT = 2  # of a batch
 BOUNDS, TRAINERS = (1, 2, 4), (0.5, 1.0)
@@ -271,20 +267,7 @@ def _make_workload(
     trace: str, prompts: int, seed: int, data: Path | None
 ) -> tuple[Workload, tuple[TrajectoryWork, ...]]:
     """Return the groups of a training, none of which comes twice, and those of an earlier one."""
-    size = (prompts, GROUP + SPARES, seed)
-    if trace in PARAMETRIC:
-        now, before = (
-            parametric.make(trace, *size, epoch=epoch, llm=LLM.lower()) for epoch in (0, 1)
-        )
-    else:
-        assert data is not None
-        caps = {
-            "max_gen_tokens": parametric.MAX_GEN_TOKENS,
-            "max_context_tokens": parametric.MAX_CONTEXT_TOKENS,
-        }
-        works = read_public(SOURCES[trace], data)
-        now, before = (resample(works, *size, epoch=epoch, name=trace, **caps) for epoch in (0, 1))
-    return now, before.trajectories
+    return two_epochs(trace, LLM, prompts, GROUP + SPARES, seed, data)
 
 
 BENCH = Bench(

@@ -33,10 +33,13 @@ from typing import Any
 
 from treadle_cli.exits import UsageProblem
 from treadle_sim.systems import ORACLE, PAUSING, STICKY, TREADLE, VERL, VERL_STAR, System
-from treadle_sim.workloads.workload import groups
+from treadle_sim.workloads import parametric
+from treadle_sim.workloads.resample import resample
+from treadle_sim.workloads.workload import TrajectoryWork, Workload, groups
 
 from treadle_bench.bench import Bench, BenchOptions
 from treadle_bench.heddle12.measure import merge_seeds
+from treadle_bench.public_traces import read_public
 from treadle_bench.real.page import draw, page_values
 from treadle_bench.rollouts import (
     ACCELERATOR,
@@ -58,6 +61,7 @@ SOURCES = {
     "mcpmark": "mcpmark",
     "tau": "tau_airline_gpt4o",
 }
+PARAMETRIC = ("math", "search")  # workloads that need no --data
 LOADS = (0.3, 1.0, 3.0)
 TOOL_SHARES = (1.0, 0.1)
 GPUS = (8, 64)
@@ -73,6 +77,27 @@ SIBLINGS = replace(
     predictor="siblings",
 )
 PLANNED = (TREADLE, SIBLINGS, ORACLE)
+
+
+def two_epochs(
+    trace: str, llm: str, prompts: int, samples: int, seed: int, data: Path | None
+) -> tuple[Workload, tuple[TrajectoryWork, ...]]:
+    """Return a rollout of a trace of SOURCES or PARAMETRIC, and the samples of an earlier one.
+    Raises PublicTraceError, OSError."""
+    size = (prompts, samples, seed)
+    if trace in PARAMETRIC:
+        now, before = (
+            parametric.make(trace, *size, epoch=epoch, llm=llm.lower()) for epoch in (0, 1)
+        )
+    else:
+        assert data is not None
+        caps = {
+            "max_gen_tokens": parametric.MAX_GEN_TOKENS,
+            "max_context_tokens": parametric.MAX_CONTEXT_TOKENS,
+        }
+        works = read_public(SOURCES[trace], data)
+        now, before = (resample(works, *size, epoch=epoch, name=trace, **caps) for epoch in (0, 1))
+    return now, before.trajectories
 
 
 async def measure(options: BenchOptions) -> dict[str, Any]:

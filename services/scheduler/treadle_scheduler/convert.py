@@ -127,6 +127,7 @@ def trajectory_opened(request: pb.OpenTrajectoryRequest) -> ev.TrajectoryOpened:
         pinned_engine_id=optional_identifier("pinned_engine_id", request.pinned_engine_id),
         job_id=optional_identifier("job_id", request.job_id),
         asynchronous=request.asynchronous,
+        group_keep=non_negative("group_keep", request.group_keep),
     )
 
 

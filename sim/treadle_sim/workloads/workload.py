@@ -112,11 +112,13 @@ class TrajectoryWork:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """Batch of trajectories whose makespan counts. max_total_tokens: most generated tokens of one
-    trajectory, 0 for no cap."""
+    trajectory, 0 for no cap. group_keep: a prompt's other samples are ended once so many have
+    finished; 0: all are needed."""
 
     name: str
     trajectories: tuple[TrajectoryWork, ...]
     max_total_tokens: int = 0
+    group_keep: int = 0
 
     @property
     def gen_tokens(self) -> int:

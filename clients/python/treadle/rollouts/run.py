@@ -384,10 +384,20 @@ class RolloutRun:
             hardware_tags=self._tags(prompt, sample),
             pinned_engine_id=self._pin(prompt, sample) if self._pin else "",
             asynchronous=self._is_asynchronous,
+            group_keep=self._kept_first(prompt.id),
             on_change=self._report,
         )
         self._report(trajectory, "opened")
         return trajectory
+
+    def _kept_first(self, prompt_id: str) -> int:
+        """Return how many samples of a prompt are kept, where its group settles with the first of
+        them; else 0."""
+        selection, keep = self._spec.selection, self._spec.keep_per_prompt
+        started, saturated = self._started[prompt_id], selection.saturated_samples
+        if selection.rule == rollout_pb2.SELECTION_RULE_DUAL_END:
+            return keep if keep < started and 0 < saturated <= started else 0
+        return keep if keep < started else 0
 
     async def _play(
         self, trajectory: Trajectory, prompt: Prompt

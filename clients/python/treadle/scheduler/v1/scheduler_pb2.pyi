@@ -648,6 +648,7 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     PINNED_ENGINE_ID_FIELD_NUMBER: builtins.int
     JOB_ID_FIELD_NUMBER: builtins.int
     ASYNCHRONOUS_FIELD_NUMBER: builtins.int
+    GROUP_KEEP_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     trajectory_id: builtins.str
     """optional; minted by the scheduler when empty"""
@@ -669,6 +670,8 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
     """Its trainer takes groups as they end and does not wait for the last one: first come, first served, and no moves. This counts
     where the job has no policy and the mesh has the one that it starts with.
     """
+    group_keep: builtins.int
+    """its group (rollout_id and prompt_id) settles once so many of its samples have finished; 0: all are needed"""
     @property
     def deadline(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """for the deadline objective; optional"""
@@ -692,9 +695,10 @@ class OpenTrajectoryRequest(google.protobuf.message.Message):
         pinned_engine_id: builtins.str = ...,
         job_id: builtins.str = ...,
         asynchronous: builtins.bool = ...,
+        group_keep: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["deadline", b"deadline"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "deadline", b"deadline", "hardware_tags", b"hardware_tags", "job_id", b"job_id", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["asynchronous", b"asynchronous", "deadline", b"deadline", "group_keep", b"group_keep", "hardware_tags", b"hardware_tags", "job_id", b"job_id", "max_total_tokens", b"max_total_tokens", "pinned_engine_id", b"pinned_engine_id", "prompt_id", b"prompt_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "rollout_id", b"rollout_id", "sample", b"sample", "trajectory_id", b"trajectory_id"]) -> None: ...
 
 Global___OpenTrajectoryRequest: typing_extensions.TypeAlias = OpenTrajectoryRequest
 
