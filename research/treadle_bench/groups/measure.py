@@ -25,7 +25,7 @@ from treadle_sim.engine_model import engine_model
 from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import TREADLE
 
-from treadle_bench.bench import Bench, BenchOptions
+from treadle_bench.bench import Bench, BenchOptions, Figures
 from treadle_bench.real.measure import HOST_SHARE, LLM, PARAMETRIC, SOURCES, two_epochs
 from treadle_bench.rollouts import ACCELERATOR, play_each
 from treadle_bench.summary import rounded
@@ -140,9 +140,18 @@ def play_job(job: Job) -> Ended:
     )
 
 
+def page(figures: Figures) -> Figures:
+    """What the page says beside the figures: the cells of each trace and size, by predictor."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for cell in figures["cells"]:
+        rows.setdefault((cell["trace"], cell["samples"]), {})[cell["predictor"]] = cell
+    return {"rows": list(rows.values())}
+
+
 BENCH = Bench(
     "groups",
     "Rollouts whose groups keep their first samples, with and without the scheduler's knowledge of "
     "it, simulated, on public traces with --data. Takes 15 minutes with 3 repeats.",
     measure,
+    page=page,
 )
