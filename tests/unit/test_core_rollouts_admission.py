@@ -75,6 +75,19 @@ def test_so_many_groups_begin_as_the_next_batches_may_take() -> None:
     assert rollout.follow(20.0) == 6
 
 
+def test_a_trainer_that_waits_gets_groups_though_it_has_named_no_newer_weights() -> None:
+    """It takes its next batch before it publishes, or never names a version. The bound is 0."""
+    rollout = Rollout(bound=0)
+    rollout.publish(0, 0.0)
+    assert rollout.follow(0.0) == 2
+    for number in (0, 1):
+        rollout.end(number, 10.0)
+    assert rollout.take(10.0) == ["p0", "p1"] and rollout.follow(11.0) == 2
+    rollout.happen(rollout.admission.decide_admission(12.0, trainer_waits=True), 12.0)
+    assert rollout.buffer.groups_admitted == 4
+    assert rollout.admission.decide_admission(13.0, trainer_waits=True) is None
+
+
 def test_no_more_samples_run_than_may_but_one_group_does_always() -> None:
     rollout = Rollout(bound=4, in_flight=6)
     assert rollout.follow(0.0) == 3

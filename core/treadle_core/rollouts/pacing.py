@@ -335,12 +335,13 @@ class Admission:
                     return dropped
         return None
 
-    def decide_admission(self, now: float) -> Admitted | None:
-        """Return how many groups may have begun, where it is more than before."""
+    def decide_admission(self, now: float, *, trainer_waits: bool = False) -> Admitted | None:
+        """Return how many groups may have begun, where it is more than before. trainer_waits: for
+        a batch, though it may still train one, or name no newer weights after it."""
         if self._buffer.over:
             return None
         self._open = {name: group for name, group in self._open.items() if not group.gone}
-        spec, admitted = self._spec, self._admitted
+        spec, admitted, batch_groups = self._spec, self._admitted, self._spec.batch_groups or 0
         of_use = sum(not self._is_lost(group) for group in self._open.values())
         open_groups, running = len(self._open), self._running_samples()
         while admitted < len(self._groups):
@@ -348,7 +349,8 @@ class Admission:
             full = spec.samples_in_flight and running + samples > spec.samples_in_flight
             if (running and full) or open_groups == spec.max_open_groups:
                 break
-            if not self._pace.may_begin(of_use, now):
+            needed = trainer_waits and open_groups < batch_groups
+            if not needed and not self._pace.may_begin(of_use, now):
                 break
             admitted, running = admitted + 1, running + samples
             open_groups, of_use = open_groups + 1, of_use + 1

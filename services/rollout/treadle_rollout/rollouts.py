@@ -194,8 +194,8 @@ class Rollout:
                         await self._commit(
                             lambda: self.buffer.decide_version(request.weight_version)
                         )
-                        await self._keep_pace()
                         waits = request.wait and time.monotonic() < until_s
+                        await self._keep_pace(trainer_waits=waits)
                         decide = partial(self._decide_batch, request, waits, max_bytes)
                         if await self._commit(decide, request=request.fingerprint):
                             await self._keep_pace()
@@ -365,14 +365,16 @@ class Rollout:
         one."""
         return self.admission.wait_s(time.time()) if self.admission is not None else 0.0
 
-    async def _keep_pace(self) -> None:
+    async def _keep_pace(self, *, trainer_waits: bool = False) -> None:
         """Drop groups that grew too old, and let others begin, where the rollout keeps a pace. The
         caller holds the lock."""
         admission = self.admission
         if admission is not None:
             while await self._commit(admission.decide_drop):
                 pass
-            await self._commit(lambda: admission.decide_admission(time.time()))
+            await self._commit(
+                lambda: admission.decide_admission(time.time(), trainer_waits=trainer_waits)
+            )
 
     async def _read_news(self) -> None:
         """Apply what another process may have written. Raises NotFound for a rollout that is
