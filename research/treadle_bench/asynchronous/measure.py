@@ -66,7 +66,8 @@ PACED_LATE = PaceRules(paced=True, late_z=0.5)
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to run an asynchronous rollout. rules: see treadle_core.rollouts.pacing."""
+    """A way to run an asynchronous rollout. rules: see treadle_core.rollouts.pacing. once: with the
+    first seed alone, as its plans or predictions take minutes."""
 
     name: str
     system: System
@@ -74,6 +75,7 @@ class Way:
     predictor: str = "none"
     admission: Admission = Admission.GROUPS
     rules: PaceRules = FREE
+    once: bool = False
 
 
 SAMPLES = Admission.SAMPLES
@@ -87,10 +89,10 @@ BASELINES = (
 SHIPPED = "paced"
 OURS = TREADLE_ASYNCHRONOUS
 WAYS = (
-    Way("default_policy", TREADLE, (2.0,), "siblings"),
+    Way("default_policy", TREADLE, (2.0,), "siblings", once=True),
     Way("free", OURS, (FILL,), admission=SAMPLES),
     Way(SHIPPED, OURS, (FILL,), admission=SAMPLES, rules=PACED),
-    Way("paced_late", OURS, (FILL,), "siblings", SAMPLES, PACED_LATE),
+    Way("paced_late", OURS, (FILL,), "siblings", SAMPLES, PACED_LATE, once=True),
 )
 
 
@@ -179,7 +181,7 @@ async def _play_cell(
     }
     for (way, fill), job in first.items():
         near = any(getattr(done[job], figure) >= NEAR * best[figure] for figure in best)
-        if not near and way.name != SHIPPED:
+        if way.once or (not near and way.name != SHIPPED):
             jobs[way, fill] = [job]
     done |= await play_each(
         (job for some in jobs.values() for job in some[1:]), play_job, options, what
