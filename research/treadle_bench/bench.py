@@ -17,7 +17,7 @@ from treadle_cli.exits import Terminal, UsageProblem
 from treadle_cli.mesh.engines import DEFAULT_MODEL, EnginePlan
 
 from treadle_bench.page import render
-from treadle_bench.staleness import newest_commit
+from treadle_bench.staleness import UNKNOWN, newest_commit
 
 Figures = Mapping[str, Any]  # what a bench measured, as it is written to its JSON
 
@@ -97,7 +97,7 @@ class Bench:
         (folder / f"{self.name}.json").write_text(json.dumps(figures, indent=1) + "\n")
         text = render(self.name, {**figures, **self.page(figures)})
         (folder / f"{self.name}.md").write_text(
-            f"{text.rstrip()}\n\nMeasured on {figures['measured_on']}.\n"
+            f"{text.rstrip()}\n\nMeasured on {figures.get('measured_on', UNKNOWN)}.\n"
         )
         if self.draw is not None:
             self.draw(figures, folder / f"{self.name}.png")

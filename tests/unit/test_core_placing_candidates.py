@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.placements import draw_work, path_rows
 from treadle_core.compiled import Indexes
@@ -19,6 +19,7 @@ def placed(work: Work, current: Indexes, *slots: int) -> Indexes:
     return best_placement(path_rows(*slots), paths.number_kinds(slots), work, medians, current)
 
 
+@example(268, 26, (1, 8, 64))  # where samples and medians are read in other orders
 @given(st.integers(0, 10_000), st.integers(1, 30), st.sampled_from([(4,), (4, 4, 4), (1, 8, 64)]))
 def test_all_have_an_engine_and_none_is_judged_worse_than_where_they_are(
     seed: int, n: int, slots: tuple[int, ...]

@@ -113,6 +113,8 @@ class _Search:
     ) -> None:
         self._engines, self._kinds, self._work, self._medians = engines, kinds, work, medians
         self._order = np.argsort(-_alone_s(engines, medians.amounts[0]), kind="stable")
+        # Whoever judges the result reads in this order, which for samples is not that of medians.
+        self._reading = reading_order(engines, work)
         self._free = ~medians.started | (current < 0)
         self._each = np.arange(len(current))
         self._fastest_first = np.lexsort((np.arange(len(engines)), engines[:, BASE_S]))
@@ -160,12 +162,12 @@ class _Search:
     def improve(self) -> None:
         """Improve the best so far step by step."""
         if self._free.any():
-            of = (self._engines, self._work, self.best, self._free, self._order)
+            of = (self._engines, self._work, self.best, self._free, self._reading)
             self.consider(refine(*of), 0.0)
 
     def _judge(self, placement: Indexes) -> Floats:
         self.amounts += self._work.amounts.shape[0] * len(placement)
-        return judge(self._engines, self._work, placement, self._order)
+        return judge(self._engines, self._work, placement, self._reading)
 
     def _deal(
         self, placement: Indexes, dealt: Indexes, allowed: Flags, unit_of: Indexes | None = None
