@@ -16,10 +16,15 @@ def test_comments_docstrings_and_line_breaks_do_not_make_a_figure_old() -> None:
     assert digest(before) != digest({"b.py": before["a.py"]})
 
 
-def test_each_committed_figure_names_its_commit_and_the_folders_that_decide_it_exist() -> None:
+def test_each_committed_figure_and_its_page_name_their_commit() -> None:
     for file in RESULTS.glob("*.json"):
         commit = json.loads(file.read_text())["measured_on"]
         assert commit.rstrip("+").isalnum(), file
+        page = file.with_suffix(".md")
+        assert not page.exists() or f"Measured on {commit}." in page.read_text(), page
+
+
+def test_the_folders_that_decide_a_figure_exist() -> None:
     for bench in BENCHES.values():
         for folder in bench.decides:
             assert (ROOT / folder).is_dir(), (bench.name, folder)

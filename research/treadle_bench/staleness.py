@@ -81,11 +81,8 @@ def _digest_at(commit: str, folders: Sequence[str]) -> str:
     except subprocess.CalledProcessError:  # a folder that was not there, or no such commit here
         return UNKNOWN
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        files = {
-            member.name: archive.extractfile(member).read()  # type: ignore[union-attr]
-            for member in archive
-            if member.isfile() and member.name.endswith(".py")
-        }
+        members = ((each.name, archive.extractfile(each)) for each in archive)
+        files = {name: file.read() for name, file in members if file and name.endswith(".py")}
     return digest(files)
 
 

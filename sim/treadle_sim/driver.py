@@ -38,8 +38,8 @@ STUCK_S = 300.0
 class Driver:
     """Driver of one rollout. call_tokens: most tokens of one call, longer turns take several; 0 for
     no limit. paced: of the engines, see SimEngine. training: groups begin as it says, instead of
-    all at once (`Training`). `log`, where given, receives every (time, event,
-    actions) of the controller."""
+    all at once (`Training`). tells_groups: the controller learns how many samples a group keeps.
+    `log`, where given, receives every (time, event, actions) of the controller."""
 
     def __init__(
         self,
@@ -83,6 +83,9 @@ class Driver:
             for index, work in enumerate(workload.trajectories)
         ]
         self._by_id = {progress.trajectory_id: progress for progress in self._all}
+        self._samples_of: dict[str, list[Progress]] = {}
+        for progress in self._all:
+            self._samples_of.setdefault(progress.work.prompt_id, []).append(progress)
         self._disruptions = Disruptions(
             cluster,
             self._engines,
@@ -422,7 +425,7 @@ class Driver:
 
     def _settle(self, prompt_id: str) -> None:
         """End the samples that a prompt does not need any more, if it has what it needs."""
-        members = [each for each in self._all if each.work.prompt_id == prompt_id]
+        members = self._samples_of[prompt_id]
         running = [each for each in members if not each.is_closed]
         if len(members) - len(running) == self._workload.group_keep:
             for each in running:

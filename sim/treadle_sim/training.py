@@ -1,30 +1,32 @@
 """Train asynchronously on a simulated rollout: a trainer that takes batches of groups, trains them
 while the rollout goes on, and publishes weights.
 
-The buffer is the rollout service's (`treadle_core.rollouts.buffer`), the pace is its own too
-(`pacing`). A group begins whole. It is dropped, running or complete, once the weights are more than
-`bound` versions newer than those that its first prefill was made with, and another prompt begins in
-its place. Samples that would end too late are given up before (`Pace`).
+The buffer is the rollout service's (`treadle_core.rollouts.buffer`). Where the plan is paced, the
+service's own `Admission` decides when groups begin and when a batch is given. A group begins whole.
+It is dropped, running or complete, once the weights are more than `bound` versions newer than those
+that its first prefill was made with, and another prompt begins in its place. Samples that would end
+too late are given up before (`Pace`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 import numpy as np
-from treadle_core.rollouts.buffer import SampleBuffer
+from treadle_core.rollouts.buffer import Event, SampleBuffer
 from treadle_core.rollouts.group import DropReason, Sample, is_stale
-from treadle_core.rollouts.pacing import Pace, PaceRules
+from treadle_core.rollouts.pacing import Admission, Pace
 from treadle_core.rollouts.spec import RolloutSpec
 
 from treadle_sim.outcome import Progress
 from treadle_sim.workloads.workload import Workload
 
 
-class Admission(Enum):
-    """A rule says whether a new group may begin. It counts the groups that are not complete, or the
-    samples that are not."""
+class Counted(Enum):
+    """A new group begins while others leave it room: groups count that are not complete, or samples
+    that are not."""
 
     GROUPS = "groups"
     SAMPLES = "samples"
@@ -34,8 +36,9 @@ class Admission(Enum):
 class TrainingPlan:
     """Plan of an asynchronous training. batch_groups: of a batch. train_s: of its training.
     in_flight: samples that may run or wait at engines. bound: see above. batches: that are counted,
-    after `warm_up` others. pause_s: engines stop for new weights. spares: the last samples of each
-    prompt, which begin in the place of samples that are given up."""
+    after `warm_up` others. pause_s: engines stop for new weights. counted: against in_flight; in a
+    paced plan always samples. late_z: see `Pace`. spares: the last samples of each prompt, which
+    begin in the place of samples that are given up."""
 
     batch_groups: int
     train_s: float
@@ -44,9 +47,10 @@ class TrainingPlan:
     batches: int
     warm_up: int = 4
     pause_s: float = 2.0
-    admission: Admission = Admission.GROUPS
+    counted: Counted = Counted.GROUPS
     spares: int = 0
-    rules: PaceRules = field(default_factory=PaceRules)
+    paced: bool = False
+    late_z: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +97,14 @@ class Clients(Protocol):
 
 @dataclass
 class _Group:
-    """A group that has begun. spares: samples that have not. version, began_s: weights and time of
-    its first prefill; None and 0 before it."""
+    """A group that has begun. spares: samples that have not. version: of the weights of its first
+    prefill, None before it."""
 
     prompt_id: str
     members: list[Progress]
     spares: list[Progress]
     left: int = field(init=False)
     version: int | None = None
-    began_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.left = len(self.members)
@@ -119,17 +122,30 @@ class Training:
             members.setdefault(progress.work.prompt_id, []).append(progress)
         whole = max(len(each) for each in members.values())
         self._size = whole - plan.spares
-        self._waiting = iter(
-            [_Group(name, each[: self._size], each[self._size :]) for name, each in members.items()]
-        )
+        self._groups = [
+            _Group(name, each[: self._size], each[self._size :]) for name, each in members.items()
+        ]
+        self._begun = 0  # of them
         self._began_s: dict[str, float] = {}
         self._mean_tokens = float(np.mean([work.gen_tokens for work in workload.trajectories]))
         self._open: dict[str, _Group] = {}  # running, or complete and not taken
         if any(len(each) != whole for each in members.values()):
             raise ValueError("groups of an asynchronous training must have equally many samples")
-        spec = RolloutSpec(tuple(members), whole, self._size, max_staleness=plan.bound)
+        spec = RolloutSpec(
+            tuple(members),
+            self._size,
+            self._size,
+            max_staleness=plan.bound,
+            batch_groups=plan.batch_groups if plan.paced else None,
+            samples_in_flight=plan.in_flight if plan.paced else None,
+        )
         self._buffer = SampleBuffer(spec)
-        self._pace = Pace(plan.rules, plan.bound, plan.batch_groups)
+        self._admission = Admission(self._buffer, plan.late_z) if plan.paced else None
+        self._pace = (
+            self._admission.pace
+            if self._admission is not None
+            else Pace(plan.bound, plan.batch_groups, plan.late_z)
+        )
         self._taken: list[tuple[float, list[_Group]]] = []
         self._behind: list[int] = []
         # groups: when, their tokens, why; and samples that were replaced: when, their tokens
@@ -145,13 +161,14 @@ class Training:
 
     def begin(self) -> None:
         """Begin the first groups."""
+        self._happen(self._buffer.decide_version(self._pace.version))
         self._fill()
 
     def note_prefill(self, progress: Progress) -> None:
         """Note that an engine reads the prompt of a trajectory."""
         group = self._open.get(progress.work.prompt_id)
         if group is not None and group.version is None:
-            group.version, group.began_s = self._pace.version, self._clients.now
+            group.version = self._pace.version
 
     def note_end(self, progress: Progress) -> None:
         """Take over a trajectory that has ended."""
@@ -160,8 +177,6 @@ class Training:
         group.left -= 1
         now = self._clients.now
         self._pace.note_sample(now - self._began_s.pop(progress.trajectory_id))
-        if not group.left:
-            self._pace.note_group(now - group.began_s, ended=True)
         sample = Sample(
             progress.trajectory_id,
             group.prompt_id,
@@ -169,7 +184,7 @@ class Training:
             oldest_version=group.version,
             length_tokens=progress.work.gen_tokens,
         )
-        self._buffer.apply(self._buffer.decide_arrival(sample))
+        self._happen(self._buffer.decide_arrival(sample))
         self._take()
         self._fill()
 
@@ -203,28 +218,35 @@ class Training:
             replaced=len(replaced),
         )
 
+    def _happen(self, event: Event | None) -> None:
+        """Apply an event to the buffer, if there is one, and let the admission follow."""
+        if event is not None:
+            self._buffer.apply(event)
+            if self._admission is not None:
+                self._admission.note(event, self._clients.now)
+
     def _fill(self) -> None:
         """Begin as many groups as may run."""
-        plan = self._plan
-        while not self.over:
-            if plan.admission is Admission.SAMPLES:
-                full = self._running + self._size > plan.in_flight
-            else:
-                running = sum(group.left > 0 for group in self._open.values())
-                full = (running + 1) * self._size > plan.in_flight
-            of_use = sum(
-                group.version is None or not self._pace.is_lost(group.version)
-                for group in self._open.values()
-            )
-            if full or not self._pace.may_begin(of_use, self._clients.now):
-                return
-            group = next(self._waiting, None)
-            if group is None:
-                return
+        if self.over:
+            return
+        if self._admission is not None:
+            self._happen(self._admission.decide_admission(self._clients.now))
+        while self._begun < len(self._groups) and self._has_room():
+            group = self._groups[self._begun]
+            self._begun += 1
             self._open[group.prompt_id] = group
             self._running += len(group.members)
             for progress in group.members:
                 self._begin(progress)
+
+    def _has_room(self) -> bool:
+        """Return whether the next group may begin."""
+        if self._admission is not None:
+            return self._begun < self._buffer.groups_admitted
+        if self._plan.counted is Counted.SAMPLES:
+            return self._running + self._size <= self._plan.in_flight
+        running = sum(group.left > 0 for group in self._open.values())
+        return (running + 1) * self._size <= self._plan.in_flight
 
     def _take(self) -> None:
         """Take a batch, if the trainer is free and enough groups are complete."""
@@ -235,29 +257,21 @@ class Training:
         )
         if batch is None or len(batch.groups) < self._plan.batch_groups:  # no more can come
             return
-        self._buffer.apply(batch)
+        self._happen(batch)
         groups = [self._open.pop(prompt_id) for prompt_id, _ in batch.groups]
         now = self._clients.now
         self._taken.append((now, groups))
         self._behind += [self._pace.version - (group.version or 0) for group in groups]
-        self._pace.note_taken(len(groups), now)
+        if self._admission is None:
+            self._pace.note_taken(len(groups), now)
         self._clients.after(self._plan.train_s, self._publish)
         self._drop_late()
 
     def _waits(self) -> bool:
         """Return whether a complete batch waits for groups; if so, look at it again later."""
-        plan, now = self._plan, self._clients.now
-        running = [group for group in self._open.values() if group.left]
-        complete = len(self._open) - len(running)
-        if complete < plan.batch_groups:
+        if self._admission is None:
             return False
-        last_s = [
-            group.began_s
-            for group in running
-            if group.version is not None and self._pace.is_last_batch(group.version)
-        ]
-        idle = max(0.0, (plan.in_flight - self._running) / self._size)
-        wait_s = self._pace.wait_s(last_s, complete, idle, now)
+        wait_s = self._admission.wait_s(self._clients.now)
         if wait_s and not self._is_waiting:
             self._is_waiting = True
             self._clients.after(wait_s, self._look_again)
@@ -271,11 +285,10 @@ class Training:
     def _publish(self) -> None:
         """Publish the weights of the last batch, and drop what is too old for them."""
         version = self._pace.version + 1
-        self._pace.note_published(version, self._clients.now)
+        if self._admission is None:
+            self._pace.note_published(version, self._clients.now)
         self._clients.update_weights(self._plan.pause_s)
-        advanced = self._buffer.decide_version(version)
-        if advanced is not None:
-            self._buffer.apply(advanced)
+        self._happen(self._buffer.decide_version(version))
         for group in list(self._open.values()):
             if is_stale(group.version, version, self._plan.bound):
                 self._drop(group, DropReason.STALE)
@@ -316,14 +329,10 @@ class Training:
 
     def _drop(self, group: _Group, reason: DropReason) -> None:
         del self._open[group.prompt_id]
-        if group.left and group.version is not None:
-            self._pace.note_group(self._clients.now - group.began_s, ended=False)
         for progress in group.members:
             if not progress.is_closed:
                 self._running -= 1
                 self._clients.abandon(progress)
-        dropped = self._buffer.decide_drop(group.prompt_id, reason)
-        if dropped is not None:
-            self._buffer.apply(dropped)
+        self._happen(self._buffer.decide_drop(group.prompt_id, reason))
         tokens = sum(progress.times.gen_tokens for progress in group.members)
         self._dropped.append((self._clients.now, tokens, reason))

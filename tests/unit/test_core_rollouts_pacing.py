@@ -4,11 +4,11 @@ too late."""
 import math
 
 import pytest
-from treadle_core.rollouts.pacing import LEAST_GROUPS, SAMPLES_KEPT, Durations, Pace, PaceRules
+from treadle_core.rollouts.pacing import LEAST_GROUPS, SAMPLES_KEPT, Durations, Pace
 
 
-def pace_of(*, paced: bool = False, late_z: float = math.inf, bound: int = 1) -> Pace:
-    return Pace(PaceRules(paced, late_z), bound, batch_groups=10)
+def pace_of(*, late_z: float = math.inf, bound: int = 1) -> Pace:
+    return Pace(bound, batch_groups=10, late_z=late_z)
 
 
 def take(pace: Pace, at_s: float, *, train_s: float | None = 0.0) -> None:
@@ -20,7 +20,7 @@ def take(pace: Pace, at_s: float, *, train_s: float | None = 0.0) -> None:
 def measured(bound: int = 1, took_s: tuple[float, ...] = (60.0, 80.0)) -> Pace:
     """A pace with batches at 0 and 100 s, 40 s of training, and groups that take as long as is
     said. Its newest weights are there since 140 s."""
-    pace = pace_of(paced=True, bound=bound)
+    pace = pace_of(bound=bound)
     take(pace, 0.0, train_s=40.0)
     take(pace, 100.0, train_s=40.0)
     for _ in range(LEAST_GROUPS):
@@ -29,14 +29,8 @@ def measured(bound: int = 1, took_s: tuple[float, ...] = (60.0, 80.0)) -> Pace:
     return pace
 
 
-def test_without_the_rules_any_group_begins_and_no_batch_waits() -> None:
-    pace = pace_of()
-    assert pace.may_begin(1_000_000, 0.0)
-    assert pace.wait_s([0.0], 10, 0.0, 0.0) == 0.0
-
-
 def test_no_more_groups_begin_than_batches_may_still_take() -> None:
-    pace = pace_of(paced=True, bound=1)
+    pace = pace_of(bound=1)
     assert pace.may_begin(19, 0.0)
     assert not pace.may_begin(20, 0.0)
     take(pace, 50.0, train_s=None)
@@ -47,7 +41,7 @@ def test_no_more_groups_begin_than_batches_may_still_take() -> None:
 
 
 def test_a_batch_may_be_taken_in_parts_and_versions_have_the_trainers_numbers() -> None:
-    pace = pace_of(paced=True, bound=1)
+    pace = pace_of(bound=1)
     pace.note_published(17, 0.0)
     assert not pace.is_lost(16) and pace.is_lost(15)
     pace.note_taken(4, 50.0)
@@ -60,7 +54,7 @@ def test_a_batch_may_be_taken_in_parts_and_versions_have_the_trainers_numbers() 
 
 
 def test_without_a_version_of_tolerance_nothing_begins_while_a_batch_is_trained() -> None:
-    pace = pace_of(paced=True, bound=0)
+    pace = pace_of(bound=0)
     assert pace.may_begin(9, 0.0) and not pace.may_begin(10, 0.0)
     take(pace, 50.0, train_s=None)
     assert not pace.may_begin(0, 60.0)

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 from support.simulated import engine, trajectory
-from treadle_core.rollouts.pacing import PaceRules
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.predictors import make_predictor
 from treadle_sim.systems import SYSTEMS
-from treadle_sim.training import Admission, Trained, TrainingPlan
+from treadle_sim.training import Counted, Trained, TrainingPlan
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 GROUP = 4
@@ -91,7 +90,7 @@ def test_at_its_pace_a_rollout_trains_more_and_starves_long_samples_less(
     bound: int, train_s: float
 ) -> None:
     plan = {"prompts": 400, "batches": 20, "longest": 600, "bound": bound, "train_s": train_s}
-    free, paced = train(**plan), train(**plan, rules=PaceRules(paced=True))
+    free, paced = train(**plan), train(**plan, paced=True)
     assert paced.dropped_share < 0.7 * free.dropped_share
     assert paced.neutral_h > 1.04 * free.neutral_h
     assert paced.bias > free.bias
@@ -100,7 +99,7 @@ def test_at_its_pace_a_rollout_trains_more_and_starves_long_samples_less(
 def test_at_its_pace_a_rollout_feeds_a_slow_trainer_and_starves_long_samples_less() -> None:
     """The rollout could make three batches in the time of one."""
     plan: dict[str, Any] = {"prompts": 600, "train_s": 30.0, "batches": 20, "bound": 2}
-    free, paced = train(**plan), train(**plan, rules=PaceRules(paced=True))
+    free, paced = train(**plan), train(**plan, paced=True)
     assert paced.step_s == free.step_s == pytest.approx(30.0), "the trainer never waits"
     assert paced.dropped_share < free.dropped_share / 2
     assert paced.bias > free.bias
@@ -109,9 +108,8 @@ def test_at_its_pace_a_rollout_feeds_a_slow_trainer_and_starves_long_samples_les
 def test_late_samples_are_given_up_and_replaced() -> None:
     """Told every length. Result: a group with a sample that cannot end in time is trained with
     another one, and nothing is too old."""
-    late = PaceRules(late_z=0.0)
-    dropped = train(prompts=800, predictor="oracle", rules=late)
-    replaced = train(prompts=800, predictor="oracle", rules=late, spares=2)
+    dropped = train(prompts=800, predictor="oracle", late_z=0.0)
+    replaced = train(prompts=800, predictor="oracle", late_z=0.0, spares=2)
     assert "late" in dropped.drops and not dropped.replaced
     assert replaced.replaced
     assert sum(replaced.drops.values()) < sum(dropped.drops.values())
@@ -119,9 +117,7 @@ def test_late_samples_are_given_up_and_replaced() -> None:
 
 def test_samples_may_be_counted_instead_of_groups() -> None:
     """A straggler holds the place of its group, but only its own as a sample."""
-    groups, samples = (
-        train(bound=ENDLESS, in_flight=16, admission=admission) for admission in Admission
-    )
+    groups, samples = (train(bound=ENDLESS, in_flight=16, counted=counted) for counted in Counted)
     assert samples.samples_h > groups.samples_h
 
 
@@ -141,7 +137,7 @@ def test_a_plan_that_cannot_be_played_is_refused() -> None:
 
 
 def test_the_same_plan_gives_the_same_figures() -> None:
-    rules = PaceRules(paced=True, late_z=0.5)
-    first, again = (train(predictor="noisy", rules=rules, spares=1) for _ in range(2))
+    how: dict[str, Any] = {"predictor": "noisy", "paced": True, "late_z": 0.5, "spares": 1}
+    first, again = (train(**how) for _ in range(2))
     assert first == again
     assert not math.isnan(first.neutral_h)

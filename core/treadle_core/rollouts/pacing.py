@@ -58,16 +58,6 @@ HORIZONS = (0.03, 0.06, 0.12, 0.25, 0.5)  # of a wait, in intervals of batches
 LOOK_AGAIN = 0.02  # intervals until a batch that waits is looked at again
 
 
-@dataclass(frozen=True, slots=True)
-class PaceRules:
-    """Rules of an asynchronous rollout. paced: groups begin, and batches are given, as the module
-    says. late_z: standard deviations by which a predicted rest is shortened before its sample
-    counts as late, infinite for never."""
-
-    paced: bool = False
-    late_z: float = math.inf
-
-
 class Durations:
     """Distribution of the seconds that groups take. It knows the last groups that have ended, and
     those that were dropped before they ended."""
@@ -121,10 +111,12 @@ class Pace:
     """Pace of one rollout: what has been taken and published, and how fast.
 
     version: of the newest published weights; while the trainer trains, the next one is being made.
+    late_z: standard deviations by which a predicted rest is shortened before its sample counts as
+    late; infinite for never.
     """
 
-    def __init__(self, rules: PaceRules, bound: int, batch_groups: int) -> None:
-        self.rules = rules
+    def __init__(self, bound: int, batch_groups: int, late_z: float = math.inf) -> None:
+        self._late_z = late_z
         self.version = 0
         self.is_training = False
         self._bound = bound
@@ -175,8 +167,6 @@ class Pace:
     def may_begin(self, open_groups: int, now: float) -> bool:
         """Return whether another group may begin; `open_groups` have begun, are neither taken nor
         dropped, and are not lost."""
-        if not self.rules.paced:
-            return True
         if not self.is_training and open_groups < self._batch_groups:
             return True  # whatever comes of it, the trainer needs a batch
         if open_groups >= (self._bound + 1 - self.is_training) * self._batch_groups:
@@ -206,10 +196,9 @@ class Pace:
         began_s: when each running group began that can be in no later batch. complete_groups:
         how many could be taken. idle_groups: how many more groups the idle slots could run."""
         if (
-            not self.rules.paced
-            or self._interval_s is None
+            self._interval_s is None
             or not self._groups.is_known
-            or complete_groups >= MOST_BATCHES * self._batch_groups
+            or not self._batch_groups <= complete_groups < MOST_BATCHES * self._batch_groups
         ):
             return 0.0
         at_stake_s = sum(now - each for each in began_s)
@@ -242,11 +231,9 @@ class Pace:
 
         rest_s: median of the predicted seconds that it still takes; log_sigma: standard deviation
         of its logarithm."""
-        if math.isinf(self.rules.late_z):
+        if math.isinf(self._late_z):
             return False
-        return now + rest_s * math.exp(-self.rules.late_z * log_sigma) > self.last_take_s(
-            version, now
-        )
+        return now + rest_s * math.exp(-self._late_z * log_sigma) > self.last_take_s(version, now)
 
     def can_replace(self, version: int, now: float) -> bool:
         """Return whether a typical sample that begins now ends before the last batch of a group of
@@ -289,13 +276,13 @@ class Admission:
     about as old. With `replace_stale` it stays, and the sample is run again.
     """
 
-    def __init__(self, buffer: SampleBuffer) -> None:
+    def __init__(self, buffer: SampleBuffer, late_z: float = math.inf) -> None:
         spec = buffer.spec
         if spec.batch_groups is None or spec.max_staleness is None:
             raise ValueError("a rollout keeps a pace by batch_groups and max_staleness")
+        self.pace = Pace(spec.max_staleness, spec.batch_groups, late_z)
         self._buffer, self._spec = buffer, spec
         self._groups = list(buffer.groups.values())
-        self._pace = Pace(PaceRules(paced=True), spec.max_staleness, spec.batch_groups)
         self._knows_version = False
         self._admitted = 0
         self._open: dict[str, Group] = {}  # admitted, and not gone when last looked at
@@ -309,12 +296,12 @@ class Admission:
                 for group in self._groups[self._admitted : event.groups]:
                     self._open[group.prompt_id] = group
                     if not group.settled:
-                        self._running[group.prompt_id] = _Begun(at_s, self._pace.version)
+                        self._running[group.prompt_id] = _Begun(at_s, self.pace.version)
                 self._admitted = max(self._admitted, event.groups)
             case Advanced():
                 self._note_version(event, at_s)
             case Batch():
-                self._pace.note_taken(len(event.groups), at_s)
+                self.pace.note_taken(len(event.groups), at_s)
             case Arrived():
                 if event.verdict.drop_reason is DropReason.STALE:
                     self._aged.add(event.sample.prompt_id)
@@ -350,7 +337,7 @@ class Admission:
             if (running and full) or open_groups == spec.max_open_groups:
                 break
             needed = trainer_waits and open_groups < batch_groups
-            if not needed and not self._pace.may_begin(of_use, now):
+            if not needed and not self.pace.may_begin(of_use, now):
                 break
             admitted, running = admitted + 1, running + samples
             open_groups, of_use = open_groups + 1, of_use + 1
@@ -362,11 +349,11 @@ class Admission:
         last_s = [
             begun.at_s
             for begun in self._running.values()
-            if self._pace.is_last_batch(begun.version) and not self._pace.is_lost(begun.version)
+            if self.pace.is_last_batch(begun.version) and not self.pace.is_lost(begun.version)
         ]
         complete = sum(group.ready for group in self._open.values())
         idle = max(0, (self._spec.samples_in_flight or 0) - self._running_samples())
-        return self._pace.wait_s(last_s, complete, idle / self._spec.samples_per_prompt, now)
+        return self.pace.wait_s(last_s, complete, idle / self._spec.samples_per_prompt, now)
 
     def _note_version(self, event: Advanced, at_s: float) -> None:
         if not self._knows_version:  # groups before it began with these weights, as far as known
@@ -374,7 +361,7 @@ class Admission:
             self._running = {
                 name: _Begun(begun.at_s, event.version) for name, begun in self._running.items()
             }
-        self._pace.note_published(event.version, at_s)
+        self.pace.note_published(event.version, at_s)
         for trajectory_id in event.stale:
             group = self._buffer.groups[self._buffer.samples[trajectory_id].prompt_id]
             self._aged.add(group.prompt_id)
@@ -383,12 +370,12 @@ class Admission:
 
     def _note_settled(self, prompt_id: str, at_s: float, *, ended: bool) -> None:
         if self._buffer.groups[prompt_id].settled and prompt_id in self._running:
-            self._pace.note_group(at_s - self._running.pop(prompt_id).at_s, ended=ended)
+            self.pace.note_group(at_s - self._running.pop(prompt_id).at_s, ended=ended)
 
     def _is_lost(self, group: Group) -> bool:
         begun = self._running.get(group.prompt_id)
         version = group.age[0] if begun is None else begun.version
-        return self._pace.is_lost(version)
+        return self.pace.is_lost(version)
 
     def _running_samples(self) -> int:
         groups = (self._buffer.groups[name] for name in self._running)

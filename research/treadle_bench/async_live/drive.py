@@ -132,9 +132,12 @@ def _oldest(trajectory: treadle.TrainingTrajectory, first: int) -> int:
 
 @dataclass
 class _Group:
+    """version: of its first token, once it has one."""
+
     works: Sequence[TrajectoryWork]
+    version: int
+    has_begun: bool = False
     task: "asyncio.Task[None] | None" = None
-    version: int | None = None  # of its first token
 
 
 @dataclass
@@ -161,7 +164,7 @@ class Framework:
             await publish(version)
             self.version = version
             for group in [*self.open, *self.complete]:
-                if group.version is not None and version - group.version > self.plan.bound:
+                if group.has_begun and version - group.version > self.plan.bound:
                     await self._drop(group)
 
         async with asyncio.TaskGroup() as tasks:
@@ -176,7 +179,7 @@ class Framework:
             for works in groups(self.workload.trajectories).values():
                 for _ in works:
                     await places.acquire()
-                group = _Group(works)
+                group = _Group(works, self.version)
                 self.open.append(group)
                 group.task = tasks.create_task(self._play_group(group, places))
         raise RuntimeError("the workload had too few groups")
@@ -209,8 +212,8 @@ class Framework:
         )
 
         def begin() -> None:
-            if group.version is None:
-                group.version = self.version
+            if not group.has_begun:
+                group.has_begun, group.version = True, self.version
 
         outcome: Outcome = "cancelled"
         try:
@@ -223,10 +226,10 @@ class Framework:
         while len(self.complete) < self.plan.batch_groups:
             self.changed.clear()
             await self.changed.wait()
-        self.complete.sort(key=lambda group: group.version or 0)
+        self.complete.sort(key=lambda group: group.version)
         batch = [self.complete.pop(0) for _ in range(self.plan.batch_groups)]
         works = [work for group in batch for work in group.works]
-        behind = [version - (group.version or version) for group in batch for _ in group.works]
+        behind = [version - group.version for group in batch for _ in group.works]
         return Taken(time.monotonic(), [work.gen_tokens for work in works], behind)
 
     async def _drop(self, group: _Group) -> None:

@@ -26,12 +26,11 @@ from treadle import Client
 from treadle_cli.demo.run import warm_engines
 from treadle_cli.exits import UsageProblem
 from treadle_core.model import Policy
-from treadle_core.rollouts.pacing import PaceRules
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
 from treadle_sim.systems import STICKY, TREADLE, TREADLE_ASYNCHRONOUS
-from treadle_sim.training import Admission, Trained, TrainingPlan
+from treadle_sim.training import Counted, Trained, TrainingPlan
 from treadle_sim.workloads.resample import resample
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
@@ -136,13 +135,12 @@ class Trainings:
     def simulate(self, name: str, work: Workload, bound: int, train_s: float) -> Score:
         """Play the same training in the simulator."""
         system, way = TREADLE_ASYNCHRONOUS if name == OURS else STICKY, WAYS[name]
-        admission = Admission.SAMPLES if way.by_samples else Admission.GROUPS
-        rules = PaceRules(paced=name == OURS)
+        counted = Counted.SAMPLES if way.by_samples else Counted.GROUPS
         plan = TrainingPlan(
             *(self.batch_groups, train_s, round(way.fill * self.slots), bound, BATCHES, WARM_UP),
             pause_s=self.publish_s,
-            admission=admission,
-            rules=rules,
+            counted=counted,
+            paced=name == OURS,
         )
         trained = self._simulate(work, system.policy, plan, paced=system.paced)
         return Score(trained.samples_h, trained.neutral_h, trained.staleness)

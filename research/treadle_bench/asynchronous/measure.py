@@ -5,7 +5,7 @@ Groups of 8 samples of six workloads run on four simulated engines of one H200 w
 batch has two samples for each slot. `trainer`: its time to train one, over the time in which full
 engines decode one. A group is dropped, and its tokens are lost, once the weights are more than
 `bound` versions newer than those of its first prefill. `fill`: samples that may run or wait, for
-each slot; `admission`: whether a group counts with all of its samples until the last has ended, or
+each slot; `counted`: whether a group counts with all of its samples until the last has ended, or
 with those that have not. Each baseline has the best of its fills, and no rules; what ships has one
 fill for all cells.
 
@@ -25,7 +25,6 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
-from treadle_core.rollouts.pacing import PaceRules
 from treadle_core.tuning import Tuning
 from treadle_sim.cluster import Cluster
 from treadle_sim.driver import Driver
@@ -40,7 +39,7 @@ from treadle_sim.systems import (
     TREADLE_ASYNCHRONOUS,
     System,
 )
-from treadle_sim.training import Admission, Trained, TrainingPlan
+from treadle_sim.training import Counted, Trained, TrainingPlan
 from treadle_sim.workloads.workload import TrajectoryWork, Workload
 
 from treadle_bench.bench import Bench, BenchOptions
@@ -60,28 +59,27 @@ FILL = 1.3  # of what ships
 # A way that has less than this share of the best baseline with the first seed is played with no
 # other.
 NEAR = 0.9
-FREE, PACED = PaceRules(), PaceRules(paced=True)
-PACED_LATE = PaceRules(paced=True, late_z=0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to run an asynchronous rollout. rules: see treadle_core.rollouts.pacing. once: with the
-    first seed alone, as its plans or predictions take minutes."""
+    """A way to run an asynchronous rollout. counted, paced, late_z: see TrainingPlan. once: with
+    the first seed alone, as its plans or predictions take minutes."""
 
     name: str
     system: System
     fills: tuple[float, ...] = (1.0, 2.0)
     predictor: str = "none"
-    admission: Admission = Admission.GROUPS
-    rules: PaceRules = FREE
+    counted: Counted = Counted.GROUPS
+    paced: bool = False
+    late_z: float = math.inf
     once: bool = False
 
 
-SAMPLES = Admission.SAMPLES
+SAMPLES = Counted.SAMPLES
 BASELINES = (
     Way("sticky", STICKY),
-    Way("sticky_samples", STICKY, (1.0,), admission=SAMPLES),
+    Way("sticky_samples", STICKY, (1.0,), counted=SAMPLES),
     Way("least_load", SLIME),
     Way("least_attained", LEAST_ATTAINED),
     Way("pausing", PAUSING),
@@ -90,9 +88,9 @@ SHIPPED = "paced"
 OURS = TREADLE_ASYNCHRONOUS
 WAYS = (
     Way("default_policy", TREADLE, (2.0,), "siblings", once=True),
-    Way("free", OURS, (FILL,), admission=SAMPLES),
-    Way(SHIPPED, OURS, (FILL,), admission=SAMPLES, rules=PACED),
-    Way("paced_late", OURS, (FILL,), "siblings", SAMPLES, PACED_LATE, once=True),
+    Way("free", OURS, (FILL,), counted=SAMPLES),
+    Way(SHIPPED, OURS, (FILL,), counted=SAMPLES, paced=True),
+    Way("paced_late", OURS, (FILL,), "siblings", SAMPLES, paced=True, late_z=0.5, once=True),
 )
 
 
@@ -214,7 +212,7 @@ def _row(
         "bound": bound,
         "trainer": trainer,
         "fill": fill,
-        "admission": way.admission.value,
+        "counted": way.counted.value,
         "policy": way.name,
         "seeds": len(found),
         **rounded(
@@ -244,9 +242,10 @@ def play_job(job: Job) -> Trained:
         job.bound,
         job.batches,
         WARM_UP,
-        admission=job.way.admission,
+        counted=job.way.counted,
         spares=SPARES,
-        rules=job.way.rules,
+        paced=job.way.paced,
+        late_z=job.way.late_z,
     )
     name, system = job.way.predictor, job.way.system
     driver = Driver(

@@ -141,7 +141,8 @@ def play_job(job: Job) -> Ended:
 
 
 def page(figures: Figures) -> Figures:
-    """What the page says beside the figures: the cells of each trace and size, by predictor."""
+    """Return what the page says beside the figures: the cells of each trace and size, by
+    predictor."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     for cell in figures["cells"]:
         rows.setdefault((cell["trace"], cell["samples"]), {})[cell["predictor"]] = cell
