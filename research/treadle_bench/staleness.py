@@ -1,8 +1,8 @@
 """Which committed figures are older than the code that they measure: `make check` prints them.
 
-Each JSON names the commit that it was measured on. A figure is old where the code that decides it,
-as its bench names it (`Bench.decides`), has another syntax tree since: comments, docstrings and
-line breaks do not count.
+Each JSON names the commit that it was measured on. Its bench names the code that decides the figure
+(`Bench.decides`). A figure is old if the syntax tree of that code has changed since. Comments,
+docstrings and line breaks are not part of the tree.
 """
 
 import ast

@@ -219,12 +219,12 @@ class _Group:
 
 
 class GroupNeeds:
-    """Samples that each group needs, where it settles with the first that finish: those with the
-    least work left. Each of the others ranks below the last of them: they run where a slot is free,
-    and as soon as one that is needed turns out to be long.
+    """Needs of the groups that settle with the first samples that finish. The samples with the
+    least work left are needed. The others rank below them: they run if a slot is free, or if a
+    needed sample turns out to be long.
 
-    Longest first alone runs what is predicted to be long, which the group would then end (DARTS
-    §4.3.1). A group without an open sample is forgotten.
+    Longest first alone would first run the samples that the group then ends (DARTS §4.3.1). A group
+    without an open sample is forgotten.
     """
 
     def __init__(self, tuning: Tuning) -> None:
@@ -247,8 +247,8 @@ class GroupNeeds:
                 del self._groups[_group_of(record)]
 
     def lower(self, record: TrajectoryRecord) -> float:
-        """Return by how many doublings a sample ranks lower than by its work; 0 where its group
-        needs it."""
+        """Return how many doublings lower a sample ranks than its work alone would rank it; 0 if
+        its group needs it."""
         group = self._groups.get(_group_of(record)) if record.group_keep else None
         if group is None or record.trajectory_id not in group.open:
             return 0.0

@@ -265,15 +265,15 @@ class _Begun:
 
 
 class Admission:
-    """Admission of the groups of one rollout, whose spec has `batch_groups`: what its buffer knows,
-    put to its pace.
+    """Admission of the groups of one rollout whose spec has `batch_groups`. It decides how many
+    groups may have begun, which are dropped, and how long a complete batch waits.
 
     `note` follows the events of the buffer with their times, so a stored list of events rebuilds
     this too. `decide_*` changes nothing and returns the event that should be next, as the buffer's
-    do. A group runs from when it was admitted until it settles, with the newest weights of that
-    time. (Its first token can have newer ones, where its samples waited for a slot.) A group of
-    which a sample grew too old, so that too few are left, is dropped whole: its other samples are
-    about as old. With `replace_stale` it stays, and the sample is run again.
+    do. A group runs from its admission until it settles, and counts as begun with the newest
+    weights of its admission. (If its samples wait for a slot, its first token has newer ones.) If
+    samples of a group grew too old, so that too few are left, the whole group is dropped: its other
+    samples are about as old. With `replace_stale` the group stays, and the sample is run again.
     """
 
     def __init__(self, buffer: SampleBuffer, late_z: float = math.inf) -> None:
